@@ -1,0 +1,178 @@
+"""Edges and hostile input against a live server: the right status and message, the server healthy, pages back to baseline."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+from collections.abc import Iterator
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.live_server import LiveServer, complete, live_server, sse_events
+
+pytestmark = pytest.mark.model
+MODEL = "smollm2-135m-instruct"
+MAX_LEN = 256
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server("--max-len", str(MAX_LEN), "--max-running", "64") as s:
+        yield s
+
+
+@pytest.fixture(autouse=True)
+def pages_come_back(server: LiveServer) -> Iterator[None]:
+    yield
+    metrics = server.wait_idle()
+    assert metrics["stepahead_pages_in_rows"] == 0
+    assert metrics["stepahead_pages_free"] + metrics["stepahead_pages_cached"] == metrics["stepahead_pages"]
+    assert httpx.get(server.url + "/health").status_code == 200
+    assert httpx.get(server.url + "/ready").status_code == 200
+
+
+def post(server: LiveServer, body: Any, path: str = "/v1/completions") -> httpx.Response:
+    return httpx.post(server.url + path, json=body, timeout=60)
+
+
+def body(**more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": [504, 3575, 282], "max_tokens": 4, "temperature": 0, "ignore_eos": True, **more}
+
+
+@pytest.mark.parametrize(("length", "status"), [(MAX_LEN - 1, 200), (MAX_LEN, 400), (MAX_LEN + 1, 400)])
+def test_prompt_at_the_context_limit(server: LiveServer, length: int, status: int) -> None:
+    answer = post(server, body(prompt=[504] * length, max_tokens=None))
+    assert answer.status_code == status, answer.text
+    if status == 200:
+        assert answer.json()["usage"]["completion_tokens"] == 1
+        assert answer.json()["choices"][0]["finish_reason"] == "length"
+    else:
+        assert str(MAX_LEN) in answer.json()["error"]["message"]
+
+
+@pytest.mark.parametrize(("asked", "status"), [(0, 400), (1, 200), (10**9, 400), (-1, 400), (2**70, 400)])
+def test_max_tokens(server: LiveServer, asked: int, status: int) -> None:
+    answer = post(server, body(max_tokens=asked))
+    assert answer.status_code == status, answer.text
+    if status == 400:
+        assert "max_tokens" in answer.text
+
+
+def test_output_up_to_the_context_limit(server: LiveServer) -> None:
+    answer = post(server, body(max_tokens=MAX_LEN - 3))
+    assert answer.json()["usage"]["completion_tokens"] == MAX_LEN - 3
+
+
+BAD = [
+    ("empty prompt", body(prompt="")),
+    ("empty ids", body(prompt=[])),
+    ("negative id", body(prompt=[1, -1])),
+    ("id past the vocabulary", body(prompt=[1, 49152])),
+    ("nested negative", body(prompt=[[-1]])),
+    ("wrong type", body(prompt=5)),
+    ("wrong temperature", body(temperature="hot")),
+    ("negative temperature", body(temperature=-1)),
+    ("seventeen stops", body(stop=["x"] * 17)),
+    ("long stop", body(stop="x" * 257)),
+    ("stop id", body(stop_token_ids=[49152])),
+    ("not served", body(logprobs=3)),
+    ("unknown field", body(no_such_parameter=1)),
+    ("array", [1, 2]),
+]
+
+
+@pytest.mark.parametrize(("name", "bad"), BAD, ids=[n for n, _ in BAD])
+@pytest.mark.parametrize("stream", [False, True])
+def test_bad_bodies(server: LiveServer, name: str, bad: Any, stream: bool) -> None:
+    answer = post(server, {**bad, "stream": True} if stream and isinstance(bad, dict) else bad)
+    assert answer.status_code == 400, answer.text
+    assert set(answer.json()["error"]) >= {"message", "type", "param", "code"}
+
+
+def test_bytes_that_are_no_json(server: LiveServer) -> None:
+    url = server.url + "/v1/chat/completions"
+    lone = b'{"model":"%s","messages":[{"role":"user","content":"\\ud800"}]}' % MODEL.encode()
+    for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}', lone):
+        answer = httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=30)
+        assert answer.status_code == 400, (content[:40], answer.text)
+        assert answer.json()["error"]["message"]
+
+
+def test_ten_megabytes(server: LiveServer) -> None:
+    answer = post(server, body(prompt="a" * 10_000_000))
+    assert answer.status_code == 413
+    assert answer.json()["error"]["message"]
+
+
+def test_model_name_is_checked(server: LiveServer) -> None:
+    answer = post(server, body(model="gpt-4"))
+    assert answer.status_code == 404
+    assert answer.json()["error"]["code"] == "model_not_found"
+
+
+def test_six_hundred_at_once(server: LiveServer) -> None:
+    answers = complete(server, [body(prompt=[504 + i, 3575, 282]) for i in range(600)])
+    assert all(a["usage"]["completion_tokens"] == 4 for a in answers)
+
+
+def test_a_full_queue_answers_429_at_once() -> None:
+    with live_server("--max-len", "256", "--max-running", "2", "--max-queued", "2") as small:
+
+        async def run() -> list[httpx.Response]:
+            async with httpx.AsyncClient(base_url=small.url, timeout=60) as client:
+                one = body(max_tokens=100)
+                return list(await asyncio.gather(*(client.post("/v1/completions", json=one) for _ in range(12))))
+
+        answers = asyncio.run(run())
+        codes = sorted(a.status_code for a in answers)
+        assert codes == [200] * 4 + [429] * 8
+        refused = next(a for a in answers if a.status_code == 429)
+        assert int(refused.headers["retry-after"]) >= 1
+        assert refused.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_that_hangs_up_is_aborted_within_a_second(server: LiveServer, stream: bool) -> None:
+    long = body(max_tokens=MAX_LEN - 3, stream=stream)
+    aborted = server.metrics()["stepahead_aborted_requests_total"]
+    if stream:
+        with httpx.stream("POST", server.url + "/v1/completions", json=long, timeout=30) as answer:
+            next(answer.iter_lines())
+    else:
+        with pytest.raises(httpx.ReadTimeout):
+            httpx.post(server.url + "/v1/completions", json=long, timeout=0.4)
+    end = time.monotonic() + 1.0
+    while server.metrics()["stepahead_running_requests"] > 0:
+        assert time.monotonic() < end, "still running a second after the hang-up"
+        time.sleep(0.02)
+    assert server.wait_idle()["stepahead_aborted_requests_total"] == aborted + 1
+
+
+def test_streamed_text_equals_the_whole_text(server: LiveServer) -> None:
+    for prompt in ("Write many emojis: 😀🎉", "日本語で", "Γειά σου"):
+        for temperature in (0, 1.5):
+            one = body(prompt=prompt, max_tokens=60, temperature=temperature, seed=5)
+            whole = post(server, one).json()["choices"][0]
+            with httpx.stream("POST", server.url + "/v1/completions", json={**one, "stream": True}, timeout=60) as answer:
+                events = list(sse_events(answer.iter_lines()))
+            assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
+            chunks = [e["choices"][0] for e in events[:-1] if isinstance(e, dict)]
+            assert "".join(c["text"] for c in chunks) == whole["text"]
+            assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == [whole["finish_reason"]]
+
+
+def test_no_part_of_a_stop_string_leaves(server: LiveServer) -> None:
+    one = body(prompt="Count: 1, 2, 3, 4, 5, 6,", max_tokens=60)
+    text = post(server, one).json()["choices"][0]["text"]
+    stop = text[20:26]
+    want = text[: text.index(stop)]
+    stopped = post(server, {**one, "stop": ["never there", stop]}).json()
+    assert stopped["choices"][0] == {**stopped["choices"][0], "text": want, "finish_reason": "stop"}
+    assert stopped["usage"]["completion_tokens"] < 60
+    with httpx.stream("POST", server.url + "/v1/completions", json={**one, "stop": stop, "stream": True}) as answer:
+        events = [e for e in sse_events(answer.iter_lines()) if isinstance(e, dict)]
+    assert "".join(e["choices"][0]["text"] for e in events) == want
+    assert json.dumps(events).count('"finish_reason": "stop"') == 1

@@ -1,0 +1,174 @@
+"""Start, drain, death and refusal of the whole server, as an operator meets them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from tests.e2e.live_server import LiveServer, descendants, live_server, process_titles, spawn, sse_events, wait_ready
+
+pytestmark = pytest.mark.model
+MODEL = "smollm2-135m-instruct"
+STAGES = ("frontend", "tokenizer", "scheduler", "gpu", "detokenizer")
+
+
+def body(tokens: int, **more: Any) -> dict[str, Any]:
+    return {"model": MODEL, "prompt": [504, 3575, 282], "max_tokens": tokens, "ignore_eos": True, **more}
+
+
+class Streams:
+    """n streams in threads; what each has received so far."""
+
+    def __init__(self, server: LiveServer, n: int, tokens: int) -> None:
+        self.events: list[list[Any]] = [[] for _ in range(n)]
+        self.broken: list[bool] = [False] * n
+        self.threads = [threading.Thread(target=self.read, args=(server, i, tokens), daemon=True) for i in range(n)]
+        for t in self.threads:
+            t.start()
+
+    def read(self, server: LiveServer, i: int, tokens: int) -> None:
+        try:
+            with httpx.stream(
+                "POST", server.url + "/v1/completions", json=body(tokens, stream=True), timeout=60
+            ) as answer:
+                for event in sse_events(answer.iter_lines()):
+                    self.events[i].append(event)
+        except httpx.TransportError:
+            self.broken[i] = True
+
+    def wait_running(self) -> None:
+        end = time.monotonic() + 30
+        while not all(len(e) >= 2 for e in self.events):
+            assert time.monotonic() < end, [len(e) for e in self.events]
+            time.sleep(0.01)
+
+    def join(self) -> None:
+        for t in self.threads:
+            t.join(60)
+            assert not t.is_alive()
+
+
+def nothing_left(pids: list[int], server: LiveServer) -> None:
+    end = time.monotonic() + 1.0
+    while left := [p for p in pids if Path(f"/proc/{p}/stat").exists()]:
+        assert time.monotonic() < end, f"left running: {left}"
+        time.sleep(0.02)
+    assert not [n for n in os.listdir("/dev/shm") if "stepahead" in n]
+    port = int(server.url.rsplit(":", 1)[1])
+    with socket.socket() as s:
+        s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        s.bind(("127.0.0.1", port))
+
+
+def test_six_processes_with_their_titles() -> None:
+    with live_server("--max-len", "512") as server:
+        assert set(process_titles(server.process.pid)) == {"supervisor", *STAGES}
+
+
+def test_sigterm_finishes_what_runs() -> None:
+    server = wait_ready(spawn("--max-len", "512"))
+    pids = descendants(server.process.pid)
+    streams = Streams(server, 4, 150)
+    streams.wait_running()
+    server.process.send_signal(signal.SIGTERM)
+    end = time.monotonic() + 2
+    while httpx.get(server.url + "/ready").status_code != 503:
+        assert time.monotonic() < end
+    refused = httpx.post(server.url + "/v1/completions", json=body(4))
+    assert refused.status_code == 503 and refused.json()["error"]["message"]
+    streams.join()
+    assert server.process.wait(20) == 0, server.text()
+    for events in streams.events:
+        assert events[-1] == "[DONE]"
+        assert events[-2]["choices"][0]["finish_reason"] == "length"
+    nothing_left(pids, server)
+
+
+def test_drain_deadline_and_second_sigterm() -> None:
+    server = wait_ready(spawn("--max-len", "4096", "--drain-seconds", "1"))
+    pids = descendants(server.process.pid)
+    streams = Streams(server, 2, 4000)
+    streams.wait_running()
+    t = time.monotonic()
+    assert server.stop() == 0, server.text()
+    assert time.monotonic() - t < 5
+    streams.join()
+    for events in streams.events:
+        assert events[-1] == "[DONE]" and "error" in events[-2], events[-2:]
+    nothing_left(pids, server)
+    server = wait_ready(spawn("--max-len", "4096", "--drain-seconds", "600"))
+    pids = descendants(server.process.pid)
+    streams = Streams(server, 2, 4000)
+    streams.wait_running()
+    server.process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    t = time.monotonic()
+    assert server.stop() != 0
+    assert time.monotonic() - t < 2
+    streams.join()
+    nothing_left(pids, server)
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_death_of_a_stage_tells_every_client(stage: str) -> None:
+    server = wait_ready(spawn("--max-len", "4096"))
+    pids = descendants(server.process.pid)
+    streams = Streams(server, 4, 4000)
+    streams.wait_running()
+    victim = process_titles(server.process.pid)[stage]
+    t = time.monotonic()
+    os.kill(victim, signal.SIGKILL)
+    code = server.process.wait(10)
+    assert time.monotonic() - t < 2.0
+    assert code not in (0, -signal.SIGKILL), code
+    assert stage in server.text().splitlines()[-1], server.text()
+    streams.join()
+    for i, events in enumerate(streams.events):
+        if stage == "frontend":
+            assert streams.broken[i]
+        else:
+            assert events[-1] == "[DONE]" and stage in events[-2]["error"]["message"]
+    nothing_left(pids, server)
+
+
+def test_death_of_the_supervisor_takes_everything_along() -> None:
+    server = wait_ready(spawn("--max-len", "512"))
+    pids = descendants(server.process.pid)
+    server.process.kill()
+    server.process.wait()
+    nothing_left(pids, server)
+
+
+def fails(*args: str, **env: str) -> str:
+    """Runs `serve` with arguments that must be refused; its one line on stderr."""
+    server = spawn(*args, env=env)
+    code = server.process.wait(60)
+    lines = [line for line in server.text().splitlines() if line.strip()]
+    assert code not in (0, None), lines
+    assert len(lines) == 1 and "Traceback" not in lines[0], lines
+    return lines[0]
+
+
+def test_refusals_are_one_clear_line(tmp_path: Path) -> None:
+    assert "no-such-model" in fails("no-such-model")
+    assert "missing.gguf" in fails(str(tmp_path / "missing.gguf"))
+    broken = tmp_path / "broken.gguf"
+    broken.write_bytes(b"GGUF" + b"\x03\0\0\0" + b"\xff" * 64)
+    assert "broken.gguf" in fails(str(broken))
+    (tmp_path / "folder").mkdir()
+    assert "folder" in fails(str(tmp_path / "folder"))
+    assert "memory" in fails("--kv-tokens", str(10**9))
+    assert "max-len" in fails("--max-len", "100000")
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        assert str(port) in fails("--port", str(port))

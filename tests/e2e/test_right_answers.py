@@ -1,0 +1,110 @@
+"""The same tokens whatever the server does around them: precision by precision, bit for bit."""
+
+from __future__ import annotations
+
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.e2e.live_server import LiveServer, complete, ids_of, live_server
+
+pytestmark = pytest.mark.model
+GREEDY = [
+    json.loads(line) for line in (Path(__file__).parents[1] / "data" / "smollm2_greedy.jsonl").read_text().splitlines()
+]
+
+
+def requests_of(n: int, tokens: int, ignore_eos: bool = True) -> list[dict[str, Any]]:
+    """n requests from the greedy file's prompts; every second one is sampled at temperature 1 with a seed of its own."""
+    bodies = []
+    for i in range(n):
+        line = GREEDY[i % len(GREEDY)]
+        bodies.append(
+            {
+                "model": "smollm2-135m-instruct",
+                "prompt": line["prompt_ids"],
+                "max_tokens": tokens,
+                "temperature": 0 if i % 2 == 0 else 1,
+                "seed": 1000 + i,
+                "ignore_eos": ignore_eos,
+                "return_token_ids": True,
+            }
+        )
+    return bodies
+
+
+def answers(server: LiveServer, bodies: list[dict[str, Any]]) -> list[list[int]]:
+    return [ids_of(a) for a in complete(server, bodies)]
+
+
+def test_float32_gives_every_id_of_the_greedy_file() -> None:
+    with live_server("--dtype", "float32") as server:
+        bodies = [
+            {
+                "model": "smollm2-135m-instruct",
+                "prompt": line["prompt_ids"],
+                "max_tokens": 64,
+                "temperature": 0,
+                "return_token_ids": True,
+            }
+            for line in GREEDY
+        ]
+        got = complete(server, bodies)
+        for line, answer in zip(GREEDY, got, strict=True):
+            assert ids_of(answer) == line["token_ids"]
+            assert answer["choices"][0]["finish_reason"] == line["end"]
+            assert answer["choices"][0]["text"] == line["text"]
+        chats = [line for line in GREEDY if line["chat"]]
+        chat_bodies = [
+            {
+                "model": "smollm2-135m-instruct",
+                "messages": [{"role": "user", "content": line["prompt"]}],
+                "max_tokens": 64,
+                "temperature": 0,
+                "return_token_ids": True,
+            }
+            for line in chats
+        ]
+        for line, answer in zip(chats, complete(server, chat_bodies, "/v1/chat/completions"), strict=True):
+            assert ids_of(answer) == line["token_ids"]
+            assert answer["choices"][0]["message"]["content"] == line["text"]
+
+
+@pytest.mark.parametrize("dtype", ["int8", "float32", "bfloat16"])
+def test_same_ids_in_every_setting(dtype: str) -> None:
+    """Overlap on and off; alone, 7 and 32 at once in any order; prefix hit; chunks of 16 and 512; retraction.
+
+    Greedy and seeded requests alike. All three precisions accumulate in a fixed order, so that bfloat16 is exact as well.
+    """
+    tokens = 24
+    bodies = requests_of(32, tokens)
+    with live_server("--dtype", dtype) as server:
+        together = answers(server, bodies)
+        before = server.wait_idle()
+        again = answers(server, bodies)
+        after = server.wait_idle()
+        hits = after["stepahead_prefix_hit_tokens_total"] - before["stepahead_prefix_hit_tokens_total"]
+        assert hits > 0, "the second round must have hit the prefix cache"
+        assert again == together
+    with live_server("--dtype", dtype, "--no-overlap", "--prefill-chunk", "16") as server:
+        order = list(range(len(bodies)))
+        random.Random(7).shuffle(order)
+        shuffled = answers(server, [bodies[i] for i in order])
+        assert [shuffled[order.index(i)] for i in range(len(bodies))] == together
+    with live_server("--dtype", dtype, "--prefill-chunk", "16") as server:
+        for i in (0, 1, 2, 9):
+            assert answers(server, [bodies[i]]) == [together[i]], "alone"
+        seven = [3, 30, 11, 4, 22, 17, 8]
+        assert answers(server, [bodies[i] for i in seven]) == [together[i] for i in seven]
+    longer = requests_of(24, 64)
+    with live_server("--dtype", dtype, "--max-running", "32") as server:
+        roomy = answers(server, longer)
+    assert [ids[:tokens] for ids in roomy] == together[:24]
+    with live_server("--dtype", dtype, "--kv-tokens", "2048") as server:
+        tight = answers(server, longer)
+        metrics = server.wait_idle()
+        assert metrics["stepahead_retractions_total"] > 0, "the cache was meant to be too small"
+        assert tight == roomy
