@@ -1,0 +1,62 @@
+# Two commands for everybody: `make serve` and `make test`. Everything lives in .venv, which is made on first use.
+
+PYTHON ?= python3
+VENV   ?= .venv
+ARGS   ?=
+BIN    := $(VENV)/bin
+# What a change of makes an environment stale: its own requirements, and nothing else.
+STAMP_SERVE := $(VENV)/.installed-serve
+STAMP_TEST  := $(VENV)/.installed-test
+PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+
+.PHONY: help serve test lint bench clean
+
+help:
+	@echo "make serve [ARGS='MODEL --port 8000 ...']  install, fetch the default model, serve it over HTTP"
+	@echo "make test                                  everything that has to hold before a change lands"
+	@echo "make lint                                  the part of it that runs no code: style, types, imports, sizes"
+	@echo "make bench [ARGS='--concurrency 1,8,32']   start a server and measure it"
+	@echo "make clean                                 remove .venv and caches"
+
+serve: $(STAMP_SERVE)
+	@exec $(BIN)/stepahead serve $(ARGS)
+
+bench: $(STAMP_SERVE)
+	@exec $(BIN)/python -m tools.bench_serve --start $(ARGS)
+
+lint: $(STAMP_TEST)
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+	$(BIN)/lint-imports
+	$(BIN)/python -m tools.size_ratchet
+
+test: lint
+	$(BIN)/coverage erase
+	$(BIN)/coverage run -m pytest $(ARGS)
+	$(BIN)/coverage combine --quiet
+	$(BIN)/coverage report
+
+$(BIN)/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null || { \
+	  echo "StepAhead needs Python 3.11 or newer; '$(PYTHON)' is $$($(PYTHON) --version 2>&1)." \
+	       "Name another one: make PYTHON=/path/to/python3" >&2; exit 1; }
+	@$(PYTHON) -c 'import venv, ensurepip' 2>/dev/null || { \
+	  echo "'$(PYTHON)' cannot make virtual environments. On Debian or Ubuntu: apt install python3-venv" >&2; exit 1; }
+	@echo "making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(STAMP_SERVE): pyproject.toml | $(BIN)/python
+	@echo "installing the requirements into $(VENV) (a few minutes the first time) ..."
+	@$(PIP_INSTALL) -e .
+	@touch $@
+
+$(STAMP_TEST): pyproject.toml | $(BIN)/python
+	@echo "installing the requirements and the tools for testing into $(VENV) (a few minutes the first time) ..."
+	@$(PIP_INSTALL) -e '.[test]'
+	@touch $@ $(STAMP_SERVE)
+
+clean:
+	rm -rf $(VENV) build *.egg-info .coverage .coverage.* .mypy_cache .ruff_cache .pytest_cache .hypothesis \
+	       .import_linter_cache
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
