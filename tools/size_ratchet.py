@@ -1,9 +1,9 @@
 """Counts lines of code and holds them down: limits per file and per function, with exceptions that may only shrink.
 
 A line of code is a line that holds something other than blanks, a comment or a docstring. The checked-in table
-`tools/size_exceptions.json` maps `path` or `path::Class.function` to the size it has now. A recorded item that grew fails,
-and so does one that shrank without its entry being lowered (`--update` lowers and removes entries; it never adds or
-raises one: that takes a hand and a reviewer). This module reads files only; it never imports what it measures.
+`tools/size_exceptions.json` maps `path` or `path::Class.function` to the size it has now. A recorded item that grew
+fails, and so does one that shrank without its entry being lowered (`--update` lowers and removes entries; it never adds
+or raises one: that takes a hand and a reviewer). This module reads files only; it never imports what it measures.
 """
 
 import argparse
@@ -62,14 +62,20 @@ def functions(tree: ast.AST, prefix: str = "") -> Iterator[tuple[str, int, int]]
 
 
 def measure(root: Path) -> tuple[list[Size], dict[str, int]]:
-    """Measures every .py file below the folders of LIMITS. Returns all sizes, and the lines of code per folder."""
+    """Measures every .py file below the folders of LIMITS. Returns all sizes, and the lines of code per folder.
+
+    Raises SyntaxError, naming the file, for one that this Python cannot read.
+    """
     sizes: list[Size] = []
     totals: dict[str, int] = {}
     for folder, (file_limit, function_limit) in LIMITS.items():
         for path in sorted((root / folder).rglob("*.py")):
             source = path.read_text(encoding="utf-8")
             key = path.relative_to(root).as_posix()
-            lines = code_lines(source)
+            try:
+                lines = code_lines(source)
+            except SyntaxError as error:
+                raise SyntaxError(f"{key}:{error.lineno}: {error.msg}") from error
             sizes.append(Size(key, len(lines), file_limit))
             totals[folder] = totals.get(folder, 0) + len(lines)
             for name, first, last in functions(ast.parse(source)):
@@ -110,7 +116,11 @@ def main(argv: list[str] | None = None, root: Path = ROOT) -> int:
     options = parser.parse_args(argv)
     table = root / EXCEPTIONS
     exceptions: dict[str, int] = json.loads(table.read_text(encoding="utf-8")) if table.exists() else {}
-    sizes, totals = measure(root)
+    try:
+        sizes, totals = measure(root)
+    except SyntaxError as error:
+        print(error.msg, file=sys.stderr)
+        return 1
     if options.update:
         exceptions = tightened(sizes, exceptions)
         table.write_text(json.dumps(exceptions, indent=2, sort_keys=True) + "\n", encoding="utf-8")

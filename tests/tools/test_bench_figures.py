@@ -1,0 +1,111 @@
+"""The benchmark's arithmetic: events to timings, timings to figures, medians, ratios and counter differences."""
+
+import math
+
+import orjson
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tools.bench_figures import Counters, Figures, figures, medians, percentile, read_counters, table_rows
+from tools.openai_stream import Answer, Timing
+
+METRICS = """# HELP stepahead_gpu_steps_total steps
+# TYPE stepahead_gpu_steps_total counter
+stepahead_gpu_steps_total 40.0
+stepahead_gpu_device_busy_ns_total{kind="decode"} 3e9
+stepahead_gpu_device_busy_ns_total{kind="mixed"} 1e9
+stepahead_gpu_device_idle_ns_total 1e8
+stepahead_scheduler_steps_total 41
+"""
+
+
+def event(**message: object) -> bytes:
+    return b"data: " + orjson.dumps(message)
+
+
+def answer(*events: bytes, status: int = 200) -> Answer:
+    times = [1_000_000 * (i + 1) for i in range(len(events))]
+    return Answer(start_ns=0, status=status, times_ns=times, events=list(events))
+
+
+def chat(text: str) -> bytes:
+    return event(choices=[{"index": 0, "delta": {"role": "assistant", "content": text}}])
+
+
+def test_role_and_usage_events_are_no_text_and_the_servers_count_is_taken() -> None:
+    got = answer(
+        chat(""),
+        chat("a"),
+        b": a comment",
+        chat("b"),
+        event(choices=[{"index": 0, "delta": {}, "finish_reason": "length"}]),
+        event(choices=[], usage={"completion_tokens": 7}),
+        b"data: [DONE]",
+    ).parsed()
+    assert got.error is None
+    assert got.text_times_ns == [2_000_000, 4_000_000]
+    assert (got.tokens, got.first_ms(), got.gaps_ms()) == (7, 2.0, [2.0])
+
+
+def test_without_usage_the_pieces_are_counted() -> None:
+    piece = event(choices=[{"index": 0, "text": "x", "finish_reason": None}])
+    assert answer(piece, piece, b"data: [DONE]").parsed().tokens == 2
+
+
+@pytest.mark.parametrize(
+    ("broken", "told"),
+    [
+        (answer(chat("a")), "without [DONE]"),
+        (answer(chat("a"), event(error={"message": "gpu is gone"}), b"data: [DONE]"), "gpu is gone"),
+        (answer(status=429), "status 429"),
+    ],
+)
+def test_a_failed_request_is_never_a_good_one(broken: Answer, told: str) -> None:
+    timing = broken.parsed()
+    assert told in (timing.error or "")
+    assert figures(1, [timing], 1.0, 0.0).failed == 1
+
+
+def test_counters_are_summed_over_labels_and_taken_from_the_gpu_stage() -> None:
+    assert read_counters(METRICS) == Counters(steps=40, busy=4e9, idle=1e8)
+    assert read_counters("vllm_requests_total 3\n") is None
+
+
+def test_figures_of_one_run() -> None:
+    timings = [Timing(0, [10_000_000, 30_000_000, 60_000_000], tokens=3), Timing(0, [20_000_000], tokens=1)]
+    got = figures(2, timings, 2.0, 0.1, Counters(10, 1.0, 0.5), Counters(30, 2.5, 1.0))
+    assert (got.tokens_per_s, got.ttft_ms_p50, got.inter_token_ms_p50) == (2.0, 15.0, 25.0)
+    assert (got.steps_per_s, got.device_idle_share, got.client_cpu_share) == (10.0, 0.25, 0.05)
+
+
+def test_no_counters_means_not_told_rather_than_zero() -> None:
+    got = figures(1, [Timing(0, [1], tokens=1)], 1.0, 0.0)
+    assert got.steps_per_s is None and got.device_idle_share is None
+    assert math.isnan(got.inter_token_ms_p50)
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1, max_size=9), st.integers(0, 3))
+def test_medians_lie_within_the_runs_and_failures_add_up(rates: list[float], failed: int) -> None:
+    runs = [Figures(8, 24, failed, 1, 1, rate, 1, 1, 1, 1, None, None, 0) for rate in rates]
+    middle = medians(runs)
+    assert min(rates) <= middle.tokens_per_s <= max(rates)
+    assert middle.failed == failed * len(runs)
+    assert middle.steps_per_s is None
+
+
+def test_ratios_are_to_the_first_server_level_by_level() -> None:
+    def one(level: int, rate: float) -> Figures:
+        return Figures(level, 8, 0, 1, 1, rate, 1, 1, 1, 1, 5.0, 0.001, 0.01)
+
+    rows = table_rows({"other": [one(1, 50.0), one(8, 100.0)], "ours": [one(1, 60.0), one(8, 300.0)]})
+    assert [(row[0], row[1], row[3]) for row in rows] == [
+        ("other", "1", "1.00"),
+        ("ours", "1", "1.20"),
+        ("other", "8", "1.00"),
+        ("ours", "8", "3.00"),
+    ]
+
+
+def test_percentile_of_nothing_is_not_a_number() -> None:
+    assert math.isnan(percentile([], 50))

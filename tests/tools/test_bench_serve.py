@@ -1,0 +1,162 @@
+"""The benchmark against a small server made here: closed loop, slow networks, faults, and a line for each bad input."""
+
+import asyncio
+import socket
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import orjson
+import pytest
+
+from tools.bench_serve import main, parse, rounds_of
+from tools.openai_stream import Lane
+
+TOKENS = 5
+
+
+@dataclass
+class Fake:
+    """Answers /v1/models, /metrics and completions; cuts its bytes into pieces of `piece` bytes."""
+
+    port: int = 0
+    piece: int = 10_000
+    fail: bool = False
+    open_now: int = 0
+    open_max: int = 0
+    bodies: list[dict[str, object]] = field(default_factory=list)
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    async def handle(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        while line := await reader.readline():
+            path = line.split()[1].decode()
+            length = 0
+            while (header := await reader.readline()).strip():
+                if header.lower().startswith(b"content-length:"):
+                    length = int(header.split(b":")[1])
+            body = await reader.readexactly(length)
+            if path == "/v1/models":
+                await self.whole(writer, b'{"data": [{"id": "tiny"}]}')
+            elif path == "/metrics":
+                await self.whole(writer, b"stepahead_gpu_steps_total 1\n")
+            elif self.fail:
+                await self.whole(writer, b'{"error": {"message": "no"}}', status=b"500 Oops")
+            else:
+                self.bodies.append(orjson.loads(body))
+                await self.stream(writer)
+        writer.close()
+
+    async def whole(self, writer: asyncio.StreamWriter, body: bytes, status: bytes = b"200 OK") -> None:
+        writer.write(b"HTTP/1.1 " + status + b"\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+        await writer.drain()
+
+    async def stream(self, writer: asyncio.StreamWriter) -> None:
+        self.open_now += 1
+        self.open_max = max(self.open_max, self.open_now)
+        events = [b'data: {"choices": [{"index": 0, "text": "\xc3\xa9"}]}\n\n'] * TOKENS
+        events += [b'data: {"choices": [], "usage": {"completion_tokens": %d}}\n\n' % TOKENS, b"data: [DONE]\n\n"]
+        out = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
+        out += b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in events) + b"0\r\n\r\n"
+        for at in range(0, len(out), self.piece):
+            writer.write(out[at : at + self.piece])
+            await writer.drain()
+            await asyncio.sleep(0)
+        self.open_now -= 1
+
+
+@pytest.fixture
+def fake() -> Iterator[Fake]:
+    server = Fake()
+    ready, stop = threading.Event(), asyncio.Event()
+    loop = asyncio.new_event_loop()
+
+    async def serve() -> None:
+        listening = await asyncio.start_server(server.handle, "127.0.0.1", 0)
+        server.port = listening.sockets[0].getsockname()[1]
+        ready.set()
+        await stop.wait()
+        listening.close()
+
+    thread = threading.Thread(target=lambda: loop.run_until_complete(serve()))
+    thread.start()
+    assert ready.wait(10)
+    yield server
+    loop.call_soon_threadsafe(stop.set)
+    thread.join(10)
+    for task in asyncio.all_tasks(loop):
+        task.cancel()
+    loop.run_until_complete(asyncio.sleep(0))
+    loop.close()
+
+
+@pytest.mark.parametrize("piece", [1, 3, 17, 10_000])
+def test_a_stream_is_read_however_the_network_cuts_it(fake: Fake, piece: int) -> None:
+    fake.piece = piece
+
+    async def twice() -> list[int]:
+        lane = Lane(fake.url)
+        timings = [(await lane.ask("/v1/completions", {}, 10)).parsed() for _ in range(2)]
+        lane.close()
+        assert all(timing.error is None for timing in timings)
+        assert all(len(timing.text_times_ns) == TOKENS for timing in timings)
+        return [timing.tokens for timing in timings]
+
+    assert asyncio.run(twice()) == [TOKENS, TOKENS]
+
+
+def test_a_server_that_is_not_there_is_an_error_of_the_answer() -> None:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        url = f"http://127.0.0.1:{probe.getsockname()[1]}"
+        answer = asyncio.run(Lane(url).ask("/v1/completions", {}, 5))
+    assert "Error" in (answer.error or "")
+
+
+def test_two_servers_in_turn_with_json(fake: Fake, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "figures.json"
+    arguments = ["--server", f"a={fake.url}", "--server", f"b={fake.url}/v1", "--concurrency", "2,4", "--repeat", "2"]
+    assert main([*arguments, "--requests", "6", "--output-tokens", "5", "--json", str(file)]) == 0
+    figures = orjson.loads(file.read_bytes())
+    assert [(one["concurrency"], one["requests"], one["failed"]) for one in figures["medians"]["a"]] == [
+        (2, 6, 0),
+        (4, 6, 0),
+    ]
+    assert len(figures["runs"]["b"]) == 4
+    assert all(one["output_tokens"] == 6 * TOKENS for one in figures["runs"]["b"])
+    assert fake.open_max <= 4
+    assert all(body["ignore_eos"] and body["max_tokens"] == 5 and body["model"] == "tiny" for body in fake.bodies)
+    # Warm-up (4 a server), then the same 6 new prompts for each server in each of the 2 x 2 runs.
+    measured = [body["prompt"] for body in fake.bodies[8:]]
+    assert len(measured) == 48
+    assert len(set(measured)) == 24
+    assert "ratio" in capsys.readouterr().out
+
+
+def test_failed_requests_make_the_benchmark_fail(fake: Fake, capsys: pytest.CaptureFixture[str]) -> None:
+    fake.fail = True
+    assert main(["--server", fake.url, "--concurrency", "2", "--repeat", "1", "--requests", "2"]) == 1
+    assert "status 500" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("arguments", "told"),
+    [
+        (["--server", "http://127.0.0.1:9"], "no list of models"),
+        (["--prompts", "/nowhere.jsonl"], "/nowhere.jsonl: not a jsonl file"),
+        (["--prompt-chars-max", "0"], "no prompt of at most 0 characters"),
+    ],
+)
+def test_bad_input_is_one_line(arguments: list[str], told: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(arguments) == 1
+    captured = capsys.readouterr().err.strip()
+    assert told in captured and "\n" not in captured
+
+
+def test_a_run_is_full_rounds_of_the_lanes() -> None:
+    options = parse(["--rounds", "3"])
+    assert [rounds_of(options, level) for level in (1, 8, 32)] == [8, 24, 96]
+    assert (options.concurrency, options.output_tokens) == ([1, 8, 32], 128)

@@ -1,0 +1,149 @@
+"""Turns timings and counter differences into the figures of one run, medians over runs, and a table with ratios.
+
+Pure functions over values: no clock, no socket, no printing.
+"""
+
+import statistics
+from collections.abc import Sequence
+from dataclasses import dataclass, fields
+
+import numpy as np
+
+from tools.openai_stream import Timing
+
+
+@dataclass(frozen=True)
+class Figures:
+    """One run (or the medians of several) against one server. Times in milliseconds, shares 0..1, None = not told."""
+
+    concurrency: int
+    requests: int
+    failed: int
+    output_tokens: float
+    seconds: float
+    tokens_per_s: float
+    ttft_ms_p50: float
+    ttft_ms_p99: float
+    inter_token_ms_p50: float
+    inter_token_ms_p99: float
+    steps_per_s: float | None
+    device_idle_share: float | None
+    client_cpu_share: float
+
+
+@dataclass(frozen=True)
+class Counters:
+    """The gpu process's counters at one moment: steps, and device time busy and idle between steps (any one unit)."""
+
+    steps: float
+    busy: float
+    idle: float
+
+
+def read_counters(exposition: str) -> Counters | None:
+    """Reads the Prometheus text of /metrics. Returns None when the server does not expose the counters of a step."""
+    sums: dict[str, float] = {}
+    for line in exposition.splitlines():
+        if line and not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            base = name.partition("{")[0]
+            sums[base] = sums.get(base, 0.0) + float(value)
+
+    def find(word: str) -> float | None:
+        found = [value for name, value in sums.items() if name.startswith("stepahead_gpu_") and word in name]
+        return found[0] if found else None
+
+    steps, busy, idle = find("steps_total"), find("device_busy"), find("device_idle")
+    if steps is None or busy is None or idle is None:
+        return None
+    return Counters(steps, busy, idle)
+
+
+def percentile(values: Sequence[float], share: float) -> float:
+    """Returns the percentile `share` (0..100) of `values`, or nan for none."""
+    return float(np.percentile(values, share)) if len(values) else float("nan")
+
+
+def figures(
+    concurrency: int,
+    timings: Sequence[Timing],
+    seconds: float,
+    cpu_seconds: float,
+    before: Counters | None = None,
+    after: Counters | None = None,
+) -> Figures:
+    """Sums up one run: `timings` of all its requests, `seconds` from the first request to the last answer."""
+    good = [timing for timing in timings if timing.error is None and timing.text_times_ns]
+    first = [timing.first_ms() for timing in good]
+    gaps = [gap for timing in good for gap in timing.gaps_ms()]
+    tokens = sum(timing.tokens for timing in good)
+    steps_per_s = idle_share = None
+    if before is not None and after is not None:
+        busy, idle = after.busy - before.busy, after.idle - before.idle
+        steps_per_s = (after.steps - before.steps) / seconds
+        idle_share = idle / (busy + idle) if busy + idle > 0 else None
+    return Figures(
+        concurrency=concurrency,
+        requests=len(timings),
+        failed=len(timings) - len(good),
+        output_tokens=tokens,
+        seconds=seconds,
+        tokens_per_s=tokens / seconds,
+        ttft_ms_p50=percentile(first, 50),
+        ttft_ms_p99=percentile(first, 99),
+        inter_token_ms_p50=percentile(gaps, 50),
+        inter_token_ms_p99=percentile(gaps, 99),
+        steps_per_s=steps_per_s,
+        device_idle_share=idle_share,
+        client_cpu_share=cpu_seconds / seconds,
+    )
+
+
+def medians(runs: Sequence[Figures]) -> Figures:
+    """Returns the median of every figure over the runs of one setting; failures are summed, never averaged away."""
+    assert runs
+    values: dict[str, float | int | None] = {}
+    for name in (entry.name for entry in fields(Figures)):
+        told = [value for run in runs if (value := getattr(run, name)) is not None]
+        values[name] = statistics.median(told) if told else None
+    values["failed"] = sum(run.failed for run in runs)
+    values["concurrency"], values["requests"] = runs[0].concurrency, runs[0].requests
+    return Figures(**values)  # type: ignore[arg-type]
+
+
+HEADINGS = (
+    "server",
+    "at once",
+    "tokens/s",
+    "ratio",
+    "TTFT p50 / p99 ms",
+    "inter-token p50 / p99 ms",
+    "steps/s",
+    "device idle",
+    "client CPU",
+    "failed",
+)
+
+
+def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
+    """Lays out the medians per server, level by level. `ratio` is tokens/s over those of the first server named."""
+    base = {one.concurrency: one.tokens_per_s for one in next(iter(results.values()), [])}
+    rows: list[tuple[str, ...]] = []
+    for level, tokens_per_s in base.items():
+        for name, levels in results.items():
+            for one in (entry for entry in levels if entry.concurrency == level):
+                rows.append(
+                    (
+                        name,
+                        str(level),
+                        f"{one.tokens_per_s:.1f}",
+                        f"{one.tokens_per_s / tokens_per_s:.2f}" if tokens_per_s else "-",
+                        f"{one.ttft_ms_p50:.0f} / {one.ttft_ms_p99:.0f}",
+                        f"{one.inter_token_ms_p50:.1f} / {one.inter_token_ms_p99:.1f}",
+                        "-" if one.steps_per_s is None else f"{one.steps_per_s:.1f}",
+                        "-" if one.device_idle_share is None else f"{one.device_idle_share:.2%}",
+                        f"{one.client_cpu_share:.1%}",
+                        str(one.failed),
+                    )
+                )
+    return rows
