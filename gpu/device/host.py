@@ -1,0 +1,330 @@
+"""The host device: the device protocol on a CPU, one worker thread per stream.
+
+Owns its threads and the memory it hands out. Real asynchrony: a call only fills a queue and returns, and the streams
+run independently, so a missing wait is a real race here as it is on a GPU. It never runs an operation in the caller's
+thread, and never waits for a stream except in `synchronize` and `close`.
+
+Threads of one process share the interpreter lock. Operations should therefore be few and spend their time in code that
+releases it; the process should also lower `sys.setswitchinterval` (to 5e-5), because a stream whose thread wants the
+lock back waits up to that long for a thread that is busy in Python.
+"""
+
+import queue
+import threading
+from _thread import allocate_lock
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import numpy as np
+from numpy.typing import DTypeLike, NDArray
+
+from gpu.device import protocol
+from gpu.device.protocol import DeviceError, Observer, Region, Regions, row_bytes
+
+_JOIN_SECONDS_MAX = 60.0
+
+
+class HostBuffer:
+    """Memory that launches declare, see `protocol.Buffer`."""
+
+    def __init__(self, name: str, nbytes: int, array: NDArray[Any] | None) -> None:
+        self.name = name
+        self.nbytes = nbytes
+        self._array = array
+        self._row_bytes = 0 if array is None else row_bytes(array.shape, array.dtype)
+
+    @property
+    def array(self) -> NDArray[Any]:
+        """The memory as a numpy array. Raises DeviceError for memory that somebody else owns."""
+        if self._array is None:
+            raise DeviceError(f"{self.name} is owned elsewhere and has no array")
+        return self._array
+
+    def region(self) -> Region:
+        """All of it."""
+        return Region(self, 0, self.nbytes)
+
+    def rows(self, lo: int, hi: int) -> Region:
+        """Rows [lo, hi) of the first axis."""
+        assert 0 <= lo <= hi <= len(self.array), (self.name, lo, hi)
+        return Region(self, lo * self._row_bytes, hi * self._row_bytes)
+
+
+class _Marker:
+    """One record of an event: set once, by the stream that reaches it.
+
+    A bare lock, held until the marker is set, because a threading.Event costs several times as much.
+    """
+
+    __slots__ = ("done", "lock", "stream")
+
+    def __init__(self, stream: "HostStream") -> None:
+        self.stream = stream
+        self.done = False
+        self.lock = allocate_lock()
+        self.lock.acquire()
+
+    def set(self) -> None:
+        self.done = True  # before the lock, so that nobody who got through the lock sees it unset
+        self.lock.release()
+
+    def wait(self) -> None:
+        if not self.done:
+            with self.lock:  # each waiter passes it on to the next one
+                pass
+
+
+class _Work(NamedTuple):
+    """One queue entry. `always`: runs even after the device failed, so that no waiter is left hanging."""
+
+    run: Callable[[], None]
+    always: bool
+    name: str
+
+
+class _Node(NamedTuple):
+    """One operation of a graph: exactly one of run, record, wait is set."""
+
+    name: str
+    run: Callable[[], None] | None = None
+    record: "HostEvent | None" = None
+    wait: "HostEvent | None" = None
+    reads: Regions = ()
+    writes: Regions = ()
+
+
+class HostStream:
+    """A worker thread and its queue, see `protocol.Stream`."""
+
+    def __init__(self, device: "HostDevice", name: str) -> None:
+        self.name = name
+        self.device = device
+        self.capturing: HostGraph | None = None
+        self._queue: queue.SimpleQueue[_Work | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=f"stream-{name}", daemon=True)
+        self._thread.start()
+
+    def put(self, run: Callable[[], None], *, name: str, always: bool = False) -> None:
+        """Queue one piece of work."""
+        self._queue.put(_Work(run, always, name))
+
+    def synchronize(self) -> None:
+        """Block the caller until everything queued so far has run. Raises DeviceError."""
+        self.device.check()
+        if self.capturing is not None:
+            raise DeviceError(f"stream {self.name} is capturing")
+        marker = _Marker(self)
+        self.put(marker.set, name="synchronize", always=True)
+        marker.wait()
+        self.device.check()
+        if self.device.observer is not None:
+            self.device.observer.host_wait(None, self)
+
+    def end(self) -> None:
+        """Run what is queued, then stop the thread."""
+        self._queue.put(None)
+        self._thread.join(_JOIN_SECONDS_MAX)
+        assert not self._thread.is_alive(), f"stream {self.name} does not end"
+
+    def _work(self) -> None:
+        get = self._queue.get
+        device = self.device
+        while (work := get()) is not None:
+            if device.failed and not work.always:
+                continue
+            try:
+                work.run()
+            except BaseException as error:  # noqa: BLE001 - nothing is swallowed: it becomes the device's sticky error
+                device.fail(self, work.name, error)
+
+
+class HostEvent:
+    """A marker that can be recorded again and again, see `protocol.Event`."""
+
+    def __init__(self, device: "HostDevice", name: str) -> None:
+        self.name = name
+        self.device = device
+        self.latest: _Marker | None = None
+
+    def record(self, stream: protocol.Stream) -> None:
+        """Queue the marker on `stream`. From now on waits refer to this record."""
+        target = self.device.owned(stream)
+        if target.capturing is not None:
+            target.capturing.nodes.append(_Node(self.name, record=self))
+            return
+        if self.device.observer is not None:
+            self.device.observer.record(target, self)
+        self.latest = marker = _Marker(target)
+        target.put(marker.set, name=self.name, always=True)
+
+    def wait(self, stream: protocol.Stream) -> None:
+        """Hold back what is queued on `stream` from now on until the latest record issued so far was reached."""
+        target = self.device.owned(stream)
+        if target.capturing is not None:
+            target.capturing.nodes.append(_Node(self.name, wait=self))
+            return
+        if self.device.observer is not None:
+            self.device.observer.wait(target, self)
+        marker = self.latest
+        if marker is not None and not marker.done and marker.stream is not target:
+            target.put(marker.wait, name=self.name, always=True)
+
+    def query(self) -> bool:
+        """Whether the latest record was reached; True if there is none."""
+        self.device.check()
+        return self.latest is None or self.latest.done
+
+    def synchronize(self) -> None:
+        """Block the caller until the latest record was reached. Raises DeviceError."""
+        self.device.check()
+        if self.latest is not None:
+            self.latest.wait()
+        self.device.check()
+        if self.device.observer is not None:
+            self.device.observer.host_wait(self, None)
+
+
+class HostGraph:
+    """A recorded sequence of operations, see `protocol.Graph`."""
+
+    def __init__(self, device: "HostDevice") -> None:
+        self.device = device
+        self.nodes: list[_Node] = []
+
+    def launch(self, stream: protocol.Stream) -> None:
+        """Queue one replay on `stream`: one queue entry, whatever the number of operations."""
+        target = self.device.owned(stream)
+        if target.capturing is not None:
+            raise DeviceError("a graph cannot be launched into a capture")
+        if self.device.observer is not None:
+            self._report(target, self.device.observer)
+        steps: list[tuple[Callable[[], None], bool, str]] = []
+        for node in self.nodes:
+            if node.run is not None:
+                steps.append((node.run, False, node.name))
+            elif node.record is not None:
+                node.record.latest = marker = _Marker(target)
+                steps.append((marker.set, True, node.name))
+            elif node.wait is not None and (awaited := node.wait.latest) is not None and awaited.stream is not target:
+                steps.append((awaited.wait, True, node.name))
+        target.put(lambda: self._replay(target, steps), name="graph", always=True)
+
+    def _replay(self, stream: HostStream, steps: list[tuple[Callable[[], None], bool, str]]) -> None:
+        device = self.device
+        for run, always, name in steps:
+            if device.failed and not always:
+                continue
+            try:
+                run()
+            except BaseException as error:  # noqa: BLE001 - becomes the device's sticky error; later events must still be set
+                device.fail(stream, name, error)
+
+    def _report(self, stream: HostStream, observer: Observer) -> None:
+        observer.graph_launch(stream, self)
+        for node in self.nodes:
+            if node.record is not None:
+                observer.record(stream, node.record)
+            elif node.wait is not None:
+                observer.wait(stream, node.wait)
+            else:
+                observer.launch(stream, node.name, node.reads, node.writes)
+        observer.graph_end(stream, self)
+
+
+class HostDevice:
+    """Streams, events, graphs and memory on a CPU, see `protocol.Device`. `observer` hears of all that is queued."""
+
+    def __init__(self, observer: Observer | None = None) -> None:
+        self.observer = observer
+        self.failed = False
+        self._error: tuple[str, BaseException] | None = None
+        self._error_lock = allocate_lock()
+        self._streams: list[HostStream] = []
+        self._closed = False
+
+    def stream(self, name: str) -> HostStream:
+        """A new stream with a thread of its own."""
+        self.check()
+        stream = HostStream(self, name)
+        self._streams.append(stream)
+        return stream
+
+    def event(self, name: str) -> HostEvent:
+        """A new event, usable inside and outside graphs."""
+        return HostEvent(self, name)
+
+    def buffer(self, shape: Sequence[int], dtype: DTypeLike, name: str) -> HostBuffer:
+        """Zeroed memory of `shape` and `dtype`."""
+        array = np.zeros(tuple(shape), dtype)
+        return HostBuffer(name, array.nbytes, array)
+
+    def pinned(self, array: NDArray[Any], name: str) -> HostBuffer:
+        """Registers C-contiguous host memory; a CPU needs nothing more than its name."""
+        assert array.flags.c_contiguous, name
+        return HostBuffer(name, array.nbytes, array)
+
+    def foreign(self, nbytes: int, name: str) -> HostBuffer:
+        """A name for memory that somebody else owns; it has no array."""
+        return HostBuffer(name, nbytes, None)
+
+    def launch(
+        self, stream: protocol.Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str
+    ) -> None:
+        """Queue an operation. `reads` and `writes` name every byte of any buffer that it touches."""
+        target = self.owned(stream)
+        if target.capturing is not None:
+            target.capturing.nodes.append(_Node(name, run=fn, reads=reads, writes=writes))
+            return
+        if self.observer is not None:
+            self.observer.launch(target, name, reads, writes)
+        target.put(fn, name=name)
+
+    call = launch  # a CPU has no other place to run a host function
+
+    @contextmanager
+    def capture(self, stream: protocol.Stream) -> Iterator[HostGraph]:
+        """Operations issued to `stream` inside the block become the graph that the block yields."""
+        target = self.owned(stream)
+        if target.capturing is not None:
+            raise DeviceError(f"stream {target.name} is capturing already")
+        target.capturing = graph = HostGraph(self)
+        try:
+            yield graph
+        finally:
+            target.capturing = None
+
+    def owned(self, stream: protocol.Stream) -> HostStream:
+        """`stream` as one of this device's own, on the way of every call: raises DeviceError if the device failed."""
+        if self.failed or self._closed:
+            self.check()
+        assert isinstance(stream, HostStream) and stream.device is self, stream
+        return stream
+
+    def fail(self, stream: HostStream, name: str, error: BaseException) -> None:
+        """Make the first error stick."""
+        with self._error_lock:
+            if self._error is None:
+                self._error = (f"{name} on stream {stream.name}: {type(error).__name__}: {error}", error)
+            self.failed = True
+
+    def check(self) -> None:
+        """Raise the sticky DeviceError, if there is one."""
+        if self._closed:
+            raise DeviceError("the device is closed")
+        if self._error is not None:
+            message, cause = self._error
+            raise DeviceError(message) from cause
+
+    def synchronize(self) -> None:
+        """Block the caller until every stream has run out of work. Raises DeviceError."""
+        self.check()
+        for stream in self._streams:
+            stream.synchronize()
+
+    def close(self) -> None:
+        """Run what is queued, then end every thread. May be called twice."""
+        if not self._closed:
+            self._closed = True
+            for stream in self._streams:
+                stream.end()
