@@ -1,0 +1,106 @@
+"""Channels carry control messages and text between processes: ZeroMQ PUSH to PULL over abstract unix sockets, in JSON.
+
+Owns the sockets and their options. A channel may lose what was under way when a process died, so it may carry nothing that
+the ledger cannot rebuild. It never blocks a sender: what is under way is bounded by the rows of the ledger, not by the socket.
+"""
+
+from __future__ import annotations
+
+import secrets
+from typing import TYPE_CHECKING, Any
+
+import orjson
+import zmq
+
+if TYPE_CHECKING:
+    import zmq.asyncio
+
+_RECONNECT_MS = 10  # a restarted receiver is found again this soon
+
+
+def new_address(stage: str) -> str:
+    """Return an address for the receiver of `stage` that nobody can guess and no file system knows."""
+    return f"ipc://@stepahead-{secrets.token_hex(16)}-{stage}"
+
+
+class Sender:
+    """The sending end, for one thread. Messages to a receiver that is not there yet, or again, are kept."""
+
+    def __init__(self, ctx: zmq.Context[Any], address: str) -> None:
+        # A shadow so that a zmq.asyncio context also gives a plain socket: sending never has to be awaited.
+        self._socket: zmq.Socket[bytes] = zmq.Context.shadow(ctx.underlying).socket(zmq.PUSH)
+        self._socket.set(zmq.SNDHWM, 0)
+        self._socket.set(zmq.LINGER, 0)
+        self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        self._socket.connect(address)
+
+    def send(self, message: dict[str, Any]) -> None:
+        """Send an object that JSON can express. Returns at once."""
+        self._socket.send(orjson.dumps(message), zmq.DONTWAIT)
+
+    def close(self) -> None:
+        self._socket.close()
+
+
+class Receiver:
+    """The receiving end, for one thread."""
+
+    def __init__(self, socket: zmq.Socket[bytes]) -> None:
+        self.socket = socket  # for zmq.Poller
+
+    @classmethod
+    def bind(cls, address: str, ctx: zmq.Context[Any] | None = None) -> Receiver:
+        """Take over `address`; raises zmq.ZMQError if another process has it."""
+        socket: zmq.Socket[bytes] = (ctx or zmq.Context.instance()).socket(zmq.PULL)
+        _bind(socket, address)
+        return cls(socket)
+
+    @property
+    def fileno(self) -> int:
+        """ZeroMQ's descriptor. It tells of changes only: after it was readable, call recv_all until it returns nothing."""
+        return int(self.socket.fileno())
+
+    def recv_all(self) -> list[Any]:
+        """Return every message that has arrived, in order; an empty list if none. Never waits."""
+        messages = []
+        while True:
+            try:
+                messages.append(orjson.loads(self.socket.recv(zmq.DONTWAIT)))
+            except zmq.Again:
+                return messages
+
+    def wait(self, timeout_ms: int) -> bool:
+        """Wait until a message is there or the time is over; return whether one is."""
+        return bool(self.socket.poll(timeout_ms, zmq.POLLIN))
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+class AsyncReceiver:
+    """The receiving end in an asyncio loop."""
+
+    def __init__(self, socket: zmq.asyncio.Socket) -> None:
+        self.socket = socket
+
+    @classmethod
+    def bind(cls, address: str, ctx: zmq.asyncio.Context | None = None) -> AsyncReceiver:
+        """Take over `address`; raises zmq.ZMQError if another process has it."""
+        import zmq.asyncio  # only the frontend pays for asyncio
+
+        socket = (ctx or zmq.asyncio.Context.instance()).socket(zmq.PULL)
+        _bind(socket, address)
+        return cls(socket)
+
+    async def recv(self) -> Any:
+        """Wait for the next message."""
+        return orjson.loads(await self.socket.recv())
+
+    def close(self) -> None:
+        self.socket.close()
+
+
+def _bind(socket: zmq.Socket[Any] | zmq.asyncio.Socket, address: str) -> None:
+    socket.set(zmq.RCVHWM, 0)
+    socket.set(zmq.LINGER, 0)
+    socket.bind(address)

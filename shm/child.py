@@ -1,0 +1,231 @@
+"""What every stage does first: read its boot record, tie its life to the supervisor's, and say how it is getting on.
+
+Owns the boot record, the signals and the lines on the ready pipe. It knows nothing of what a stage does, and it may never let a
+stage end without its reason having been written to the pipe.
+
+The ready pipe carries one JSON object a line: {"event": "progress" | "ready" | "error", "text": ...}.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+import orjson
+import setproctitle
+
+from shm.config import ServerConfig
+from shm.control import STAGES, Control
+from shm.ledger import Ledger
+from shm.records import RingSpec, ring_specs
+from shm.ring import Ring, RingConsumer, RingProducer
+from shm.segment import Segment
+from shm.stats import Stats, StatsWriter
+from shm.trace import Trace, TraceWriter
+
+_PR_SET_PDEATHSIG = 1
+_prctl = ctypes.PyDLL(None, use_errno=True).prctl
+
+
+class StartupError(Exception):
+    """The user can mend this (a broken model file, too little memory): told in one line, without a traceback."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Boot:
+    """Everything a stage needs to start, by value or as the number of an inherited descriptor."""
+
+    stage: str
+    epoch: int
+    config: ServerConfig
+    segments: dict[str, tuple[int, int]]  # name: descriptor, bytes
+    doorbells: dict[str, int]  # stage: eventfd
+    ready_fd: int
+    listen_fd: int | None
+    channels: dict[str, str]  # receiving stage: address
+    supervisor_pid: int
+
+    def to_memfd(self) -> int:
+        """Return a memfd that holds the record; the child gets its number as `--boot-fd`. Close it after the spawn."""
+        fd = os.memfd_create(f"stepahead-boot-{self.stage}", os.MFD_CLOEXEC)
+        raw = orjson.dumps(self)
+        assert os.pwrite(fd, raw, 0) == len(raw)
+        return fd
+
+    @classmethod
+    def from_fd(cls, fd: int) -> Boot:
+        """Read the record that a memfd holds."""
+        value = orjson.loads(os.pread(fd, os.fstat(fd).st_size, 0))
+        assert set(value) == {field.name for field in dataclasses.fields(cls)}, sorted(value)
+        value["config"] = ServerConfig.from_dict(value["config"])
+        value["segments"] = {name: (fd, size) for name, (fd, size) in value["segments"].items()}
+        return cls(**value)
+
+    @property
+    def fds(self) -> list[int]:
+        """Every descriptor that the record names: what the child must inherit, beside the record's own."""
+        fds = [fd for fd, _ in self.segments.values()] + list(self.doorbells.values()) + [self.ready_fd]
+        return fds if self.listen_fd is None else [*fds, self.listen_fd]
+
+
+class Child:
+    """A stage that has booted. `stopping` turns True on SIGTERM, which also kicks the stage's own doorbell."""
+
+    def __init__(self, record: Boot) -> None:
+        self.boot = record
+        self.stage = record.stage
+        self.epoch = record.epoch
+        self.config = record.config
+        self.channels = record.channels
+        self.listen_fd = record.listen_fd
+        self.stopping = False
+        self.segments = {name: Segment.attach(fd, size, name) for name, (fd, size) in record.segments.items()}
+        self.control = Control(self.segments["control"])
+        self.stats = Stats(self.segments["stats"])
+        self.ledger = Ledger(self.segments["ledger"], self.config.rows, self.config.max_len)
+        self.doorbells = {stage: self.control.doorbell(stage, fd) for stage, fd in record.doorbells.items()}
+        self.own_doorbell = self.doorbells[self.stage]
+        self.own_doorbell.disarm()  # the predecessor may have died waiting
+        self._trace = Trace(self.segments["trace"])
+        self._ring_specs = ring_specs(self.config)
+
+    def ring_producer(self, name: str) -> RingProducer:
+        """Become the producer of a ring; only its stage may, once."""
+        spec = self._ring_specs[name]
+        assert spec.producer == self.stage, (name, self.stage)
+        return self._ring(name, spec).attach_producer()
+
+    def ring_consumer(self, name: str) -> RingConsumer:
+        """Become the consumer of a ring; only its stage may, once."""
+        spec = self._ring_specs[name]
+        assert spec.consumer == self.stage, (name, self.stage)
+        return self._ring(name, spec).attach_consumer()
+
+    def _ring(self, name: str, spec: RingSpec) -> Ring:
+        bells = self.doorbells[spec.consumer], self.doorbells[spec.producer]
+        return Ring(self.segments[name], *bells, schema=spec.schema)
+
+    def trace(self, lane: int = 0) -> TraceWriter:
+        """Return the writer of one of the stage's lanes, for one thread."""
+        return self._trace.writer(self.stage, lane)
+
+    def stats_writer(self) -> StatsWriter:
+        """Return the writer of the stage's own block."""
+        return self.stats.writer(self.stage)
+
+    def beat(self) -> None:
+        """Give a sign of life."""
+        self.control.beat(self.stage)
+
+    def progress(self, text: str) -> None:
+        """Tell the supervisor what the start is busy with."""
+        self._tell("progress", text)
+
+    def ready(self, text: str = "") -> None:
+        """Tell the supervisor that the stage serves."""
+        self.beat()
+        self._tell("ready", text)
+
+    def fail(self, reason: str) -> None:
+        """Tell the supervisor why the stage is about to end. The caller ends it."""
+        self._tell("error", reason)
+
+    def _tell(self, event: str, text: str) -> None:
+        _write_line(self.boot.ready_fd, event, text)
+
+    def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
+        self.stopping = True
+        self.own_doorbell.kick()
+
+
+def boot(argv: Sequence[str] | None = None) -> Child:
+    """Turn this process into the stage that its boot record names (argv: ... --boot-fd N).
+
+    From here on the process dies with the supervisor, SIGINT is ignored (the supervisor decides), and an uncaught exception in
+    any thread is an error line and exit status 1.
+    """
+    record = Boot.from_fd(_boot_fd(sys.argv[1:] if argv is None else argv))
+    sys.excepthook = _excepthook(record.ready_fd)
+    threading.excepthook = _thread_excepthook(record.ready_fd)
+    assert record.stage in STAGES, record.stage
+    _die_with(record.supervisor_pid)
+    setproctitle.setproctitle(f"stepahead: {record.stage}")
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    child = Child(record)
+    signal.signal(signal.SIGTERM, child._on_sigterm)
+    return child
+
+
+@contextlib.contextmanager
+def start(argv: Sequence[str] | None = None) -> Iterator[Child]:
+    """Boot, and end the process at once, with the reason on the ready pipe, if the body raises.
+
+    Ending at once means that no thread, hung or not, can keep a broken stage alive.
+    """
+    child = boot(argv)
+    try:
+        yield child
+    except Exception as error:  # noqa: BLE001 - not swallowed: the stage dies of it
+        _die_of(child.boot.ready_fd, error)
+
+
+def _boot_fd(argv: Sequence[str]) -> int:
+    for option, value in zip(argv, argv[1:], strict=False):
+        if option == "--boot-fd":
+            return int(value)
+    raise SystemExit("this module is a stage of the server and is started by it: --boot-fd N is missing")
+
+
+def _die_with(supervisor_pid: int) -> None:
+    """Ask the kernel for SIGKILL when the thread that started this process ends; end now if it already has."""
+    if _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
+    if os.getppid() != supervisor_pid:
+        os._exit(1)
+
+
+def _write_line(ready_fd: int, event: str, text: str) -> None:
+    # A pipe takes a line of up to 4 KiB whole. The supervisor may have stopped listening: that is its affair.
+    line = orjson.dumps({"event": event, "text": text[:1000]}) + b"\n"
+    with contextlib.suppress(BrokenPipeError):
+        os.write(ready_fd, line)
+
+
+def _reason(error: BaseException) -> str:
+    if isinstance(error, StartupError):
+        return str(error)
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__
+
+
+def _die_of(ready_fd: int, error: BaseException) -> NoReturn:
+    _write_line(ready_fd, "error", _reason(error))
+    if not isinstance(error, StartupError):
+        traceback.print_exception(error, file=sys.stderr)
+    sys.stderr.flush()
+    sys.stdout.flush()
+    os._exit(1)
+
+
+def _excepthook(ready_fd: int) -> Any:
+    def hook(_kind: type[BaseException], error: BaseException, _trace: TracebackType | None) -> NoReturn:
+        _die_of(ready_fd, error)
+
+    return hook
+
+
+def _thread_excepthook(ready_fd: int) -> Any:
+    def hook(args: threading.ExceptHookArgs) -> None:
+        if args.exc_value is not None:
+            _die_of(ready_fd, args.exc_value)
+
+    return hook

@@ -1,0 +1,120 @@
+"""The control segment: the state of the server and, for every stage, who it is and whether it lives.
+
+Owns the words by which the supervisor and the stages see each other without a message. Every word has one writer. It holds
+nothing about any request.
+"""
+
+from __future__ import annotations
+
+import time
+from enum import IntEnum
+
+from shm.doorbell import Doorbell
+from shm.limits import CACHE_LINE_BYTES, FAILURE_BYTES_MAX, HEADER_BYTES
+from shm.segment import Segment, schema_hash
+
+STAGES = ("supervisor", "frontend", "tokenizer", "scheduler", "gpu", "detokenizer")
+STAGE_INDEX = {stage: i for i, stage in enumerate(STAGES)}
+
+
+class ServerState(IntEnum):
+    STARTING = 0
+    READY = 1
+    DRAINING = 2
+    FAILED = 3
+
+
+STARTING, READY, DRAINING, FAILED = ServerState
+
+_LINE_WORDS = CACHE_LINE_BYTES // 8
+# Line 1. Writer: supervisor
+_STATE, _FAILURE_BYTES = 8, 9
+_FAILURE_TEXT = 128  # bytes; FAILURE_BYTES_MAX long
+# Two lines for every stage, behind the header
+_STAGE_WORDS = 2 * _LINE_WORDS
+_EPOCH, _PID, _RESTARTS = 0, 1, 2  # writer: supervisor
+_WAITING, _HEARTBEAT_NS = _LINE_WORDS, _LINE_WORDS + 1  # writer: the stage
+_BASE = HEADER_BYTES // 8
+_SCHEMA = schema_hash(f"{STAGES} {_STATE} {_FAILURE_BYTES} {_FAILURE_TEXT} {_STAGE_WORDS} {_WAITING} {_HEARTBEAT_NS}")
+
+assert _FAILURE_TEXT + FAILURE_BYTES_MAX <= HEADER_BYTES
+
+
+class Control:
+    """A view of the control segment, the same in every process."""
+
+    def __init__(self, segment: Segment) -> None:
+        """Attach to the segment, or format it if it is new (the supervisor does, before any child exists)."""
+        if not segment.formatted:
+            segment.format("control", _SCHEMA)
+        segment.check("control", _SCHEMA)
+        self.segment = segment
+        self.words = segment.words
+
+    @staticmethod
+    def size() -> int:
+        return HEADER_BYTES + len(STAGES) * _STAGE_WORDS * 8
+
+    @property
+    def state(self) -> ServerState:
+        return ServerState(self.words[_STATE])
+
+    @state.setter
+    def state(self, state: ServerState) -> None:
+        """Writer: supervisor."""
+        self.words[_STATE] = state
+
+    @property
+    def failure(self) -> str:
+        """Why the server failed; meaningful once `state` is FAILED."""
+        raw = bytes(self.segment.buf[_FAILURE_TEXT : _FAILURE_TEXT + self.words[_FAILURE_BYTES]])
+        return raw.decode("utf-8", "ignore")
+
+    def fail(self, reason: str) -> None:
+        """Store the reason, then the state FAILED. Writer: supervisor."""
+        raw = reason.encode("utf-8", "replace")[:FAILURE_BYTES_MAX]
+        self.words[_FAILURE_BYTES] = 0
+        self.segment.buf[_FAILURE_TEXT : _FAILURE_TEXT + len(raw)] = raw
+        self.words[_FAILURE_BYTES] = len(raw)
+        self.words[_STATE] = ServerState.FAILED
+
+    def epoch(self, stage: str) -> int:
+        """How often the stage was started; 0 = never."""
+        return self.words[_word(stage, _EPOCH)]
+
+    def pid(self, stage: str) -> int:
+        return self.words[_word(stage, _PID)]
+
+    def restarts(self, stage: str) -> int:
+        return self.words[_word(stage, _RESTARTS)]
+
+    def set_epoch(self, stage: str, epoch: int) -> None:
+        """Writer: supervisor."""
+        self.words[_word(stage, _EPOCH)] = epoch
+
+    def set_pid(self, stage: str, pid: int) -> None:
+        """Writer: supervisor. 0 = not running."""
+        self.words[_word(stage, _PID)] = pid
+
+    def set_restarts(self, stage: str, restarts: int) -> None:
+        """Writer: supervisor."""
+        self.words[_word(stage, _RESTARTS)] = restarts
+
+    def waiting(self, stage: str) -> bool:
+        return bool(self.words[_word(stage, _WAITING)])
+
+    def heartbeat_ns(self, stage: str) -> int:
+        """CLOCK_MONOTONIC of the stage's last sign of life; 0 = none yet."""
+        return self.words[_word(stage, _HEARTBEAT_NS)]
+
+    def beat(self, stage: str) -> None:
+        """Writer: the stage."""
+        self.words[_word(stage, _HEARTBEAT_NS)] = time.monotonic_ns()
+
+    def doorbell(self, stage: str, eventfd: int) -> Doorbell:
+        """Return the doorbell of `stage` over its eventfd; the waiting flag is written by the stage alone."""
+        return Doorbell(eventfd, self.words, _word(stage, _WAITING))
+
+
+def _word(stage: str, field: int) -> int:
+    return _BASE + STAGE_INDEX[stage] * _STAGE_WORDS + field
