@@ -7,7 +7,7 @@ Use from any test: `from tests.model_factory import TinyLlama`.
 
 Defaults: hidden 64, 2 layers, 4 heads over 2 KV heads of 16, intermediate 128, context 512, vocabulary 300 (byte-level
 BPE: ids 0..2 = <|endoftext|> (bos), <|im_start|>, <|im_end|> (eos); 256 bytes; 41 merges), a ChatML template, eos ids
-(2, 0). Weights are scaled so that greedy output is varied. The same seed gives the same weights, always. Writes only under
+(2, 0). Weights are scaled so that greedy output is varied. The same seed gives the same weights. Writes only under
 the path that it is given.
 """
 

@@ -1,0 +1,121 @@
+"""How much memory a configured server needs, and how much there is.
+
+Owns the estimate that is made before anything starts, so that too little memory is one line and not a killed process.
+The estimate is what the parts allocate for certain plus what processes take; it never allocates anything itself.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from pathlib import Path
+
+from shm.config import ModelInfo, ServerConfig
+from shm.tensor_map import EMBEDDING, HEAD, ModelError, llama_tensors
+
+# Bytes of one weight and of one number in the KV cache, by --dtype.
+WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
+KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}
+# Measured: interpreters and libraries of the six processes, torch and the compiled kernels among them.
+PROCESS_BYTES = 900 << 20
+# Ledger planes beside the tokens: parameters and stop strings of one row.
+ROW_BYTES = 20 << 10
+GIB = 1 << 30
+
+
+@dataclass(frozen=True)
+class MemoryNeed:
+    """Bytes by what they are for."""
+
+    weights: int
+    kv_cache: int
+    processes: int
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.kv_cache + self.processes
+
+
+def kv_bytes_per_token(info: ModelInfo, dtype: str) -> int:
+    """Bytes that one token takes in the KV cache of all layers."""
+    return 2 * info.num_layers * info.num_kv_heads * info.head_dim * KV_BYTES[dtype]
+
+
+def memory_needed(config: ServerConfig) -> MemoryNeed:
+    """Estimate for a whole server."""
+    info, one = config.model, WEIGHT_BYTES[config.dtype]
+    sizes = {name: math.prod(shape) for name, shape in llama_tensors(info).items()}
+    # The embedding is looked up, the head is multiplied with: two copies, the former never below two bytes.
+    embedding = sizes.pop(EMBEDDING)
+    head = sizes.pop(HEAD, embedding)
+    # While loading, one tensor lives twice more: as float32 and half converted.
+    loading = 2 * 4 * max(embedding, head, *sizes.values())
+    weights = sum(sizes.values()) * one + head * one + embedding * max(one, 2) + loading
+    ledger = config.rows * (config.max_len * 4 + ROW_BYTES)
+    kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
+    return MemoryNeed(weights, kv_cache, PROCESS_BYTES + ledger)
+
+
+def memory_available(root: Path = Path("/")) -> int:
+    """Bytes that this process and its children may still take: the machine's, or less where a control group says so.
+
+    root: where proc and sys are looked for (tests).
+    """
+    fields = (root / "proc/meminfo").read_text().split()
+    available = int(fields[fields.index("MemAvailable:") + 1]) * 1024
+    return min([available, *_group_limits(root)])
+
+
+def require_memory(config: ServerConfig, root: Path = Path("/")) -> None:
+    """Raise ModelError, saying what needs how much and what to change, if memory_needed is more than
+    memory_available.
+    """
+    need, available = memory_needed(config), memory_available(root)
+    if need.total <= available:
+        return
+    raise ModelError(
+        f"too little memory: {_gib(need.weights)} for weights in {config.dtype}, {_gib(need.kv_cache)} for --kv-tokens "
+        f"{config.kv_tokens} and {_gib(need.processes)} for processes make {_gib(need.total)}, but only "
+        f"{_gib(available)} are available; lower --kv-tokens or --max-len, or choose a smaller model"
+    )
+
+
+def _gib(nbytes: int) -> str:
+    return f"{nbytes / GIB:.2f} GiB"
+
+
+def _group_limits(root: Path) -> list[int]:
+    """What is left below each limit of the control groups (v2 or v1) that this process is in."""
+    try:
+        lines = (root / "proc/self/cgroup").read_text().splitlines()
+    except OSError:
+        return []
+    left: list[int] = []
+    for line in lines:
+        _, controllers, group = line.split(":", 2)
+        if not controllers:
+            base, names = root / "sys/fs/cgroup", ("memory.max", "memory.current", "inactive_file")
+        elif "memory" in controllers.split(","):
+            names = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+            base = root / "sys/fs/cgroup/memory"
+        else:
+            continue
+        # A limit on any group above holds as well. In a container the path may be the host's: only the base exists.
+        folder = base / group.strip("/")
+        for candidate in [folder, *folder.parents]:
+            left += _left_in_group(candidate, *names)
+            if candidate == base:
+                break
+    return left
+
+
+def _left_in_group(folder: Path, limit_file: str, usage_file: str, cache_key: str) -> list[int]:
+    try:
+        limit, usage = (folder / limit_file).read_text().strip(), int((folder / usage_file).read_text())
+        stat = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+    except OSError:
+        return []
+    if limit == "max":
+        return []
+    # Page cache counts as usage, but gives way.
+    return [max(0, int(limit) - usage + int(stat.get(cache_key, 0)))]
