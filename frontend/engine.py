@@ -1,0 +1,163 @@
+"""The rest of the server as the routes see it: opens exchanges, passes work to the tokenizer, hears what comes back.
+
+Owns the row table, the questions to the tokenizer that are still open, and the channel to it. May never wait: all of
+it runs between two turns of the event loop, and all messages of one turn are brought before any handler wakes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from frontend.errors import ApiError
+from frontend.metrics import Meter, Outcome
+from frontend.rows import Exchange, RowTable
+from frontend.schema import Work
+from shm.channel import Sender
+from shm.config import ServerConfig
+from shm.control import DRAINING, FAILED, READY, STARTING, Control
+from shm.ledger import Ledger
+
+QUESTIONS_MAX = 256
+
+
+class Engine:
+    def __init__(
+        self,
+        config: ServerConfig,
+        control: Control,
+        ledger: Ledger,
+        meter: Meter,
+        tokenizer: Sender,
+        ring_scheduler: Callable[[], None],
+    ) -> None:
+        self.config = config
+        self.meter = meter
+        self.stopping = False  # this process was told to end
+        self._control = control
+        self._tokenizer = tokenizer
+        self._rows = RowTable(ledger, config.rows, ring_scheduler, meter)
+        self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._asked = 0
+
+    @property
+    def idle(self) -> bool:
+        return self._rows.open_count == 0 and not self._questions
+
+    @property
+    def refusal(self) -> ApiError | None:
+        """Why no request is taken at present (503), or None."""
+        state = self._control.state
+        if state == FAILED:
+            return ApiError(503, f"the server has failed: {self.failure}", code="failed")
+        if state == DRAINING or self.stopping:
+            return ApiError(503, "the server is shutting down", code="draining")
+        if state == STARTING:
+            return ApiError(503, "the server is starting", code="starting")
+        assert state == READY, state
+        return None
+
+    @property
+    def failed(self) -> bool:
+        return bool(self._control.state == FAILED)
+
+    @property
+    def failure(self) -> str:
+        return str(self._control.failure) or "a stage has ended"
+
+    def open(self, work: Work) -> Exchange:
+        """Sends all prompts of `work` on their way. Raises ApiError 429 or 503, and then nothing was sent."""
+        refusal = self.refusal
+        if refusal is not None:
+            self.meter.outcome("refused")
+            raise refusal
+        exchange = Exchange(work.stream, work.return_token_ids)
+        try:
+            self._rows.open(exchange, len(work.prompts))
+        except ApiError:
+            self.meter.outcome("refused")
+            raise
+        self.meter.began()
+        self.meter.open_rows(self._rows.open_count)
+        for row, prompt in zip(exchange.rows, work.prompts, strict=True):
+            self._tokenizer.send(
+                {
+                    "op": "generate",
+                    "row": row.number,
+                    "gen": row.generation,
+                    **prompt,
+                    "params": work.params,
+                    "default_max_tokens": work.default_max_tokens,
+                }
+            )
+        return exchange
+
+    def abandon(self, exchange: Exchange) -> None:
+        """The client has left."""
+        exchange.gone = True
+        for row in exchange.rows:
+            row.text.clear()
+        self._rows.abort(exchange)
+        exchange.wake.set()
+
+    def close(self, exchange: Exchange) -> None:
+        """The handler of `exchange` is done with it, for whatever reason; what still runs for it is aborted."""
+        self._rows.abort(exchange)
+        done = exchange.finished and exchange.error is None
+        outcome: Outcome = "aborted"
+        if done:
+            outcome = "finished"
+        elif exchange.error is not None and not exchange.gone:
+            outcome = "rejected" if exchange.error.status < 500 else "errors"
+        exchange.gone = True
+        self.meter.ended(
+            outcome,
+            (time.monotonic_ns() - exchange.rows[0].arrival_ns) * 1e-9,
+            sum(row.prompt_tokens for row in exchange.rows),
+            sum(row.count for row in exchange.rows),
+        )
+
+    async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
+        """Puts a question (tokenize, detokenize) to the tokenizer. Raises ApiError: the tokenizer's, 429 or 503."""
+        refusal = self.refusal
+        if refusal is not None:
+            raise refusal
+        if len(self._questions) >= QUESTIONS_MAX:
+            raise ApiError(429, "too many questions at once: try again soon", code="queue_full")
+        self._asked += 1
+        key = self._asked
+        answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
+        self._questions[key] = answer
+        try:
+            self._tokenizer.send({**question, "id": key})
+            return await answer
+        finally:
+            del self._questions[key]
+
+    def receive(self, messages: list[dict[str, Any]]) -> None:
+        """Brings the messages of one turn to the rows and questions they belong to."""
+        for message in messages:
+            if message["ev"] in ("tokenized", "detokenized", "failed"):
+                self._answer(message)
+            else:
+                self._rows.dispatch(message)
+        self.meter.open_rows(self._rows.open_count)
+
+    def fail(self) -> None:
+        """The server has failed: every open exchange and question ends with that error."""
+        error = ApiError(500, f"the server has failed: {self.failure}", code="failed")
+        self._rows.fail_all(error)
+        for answer in self._questions.values():
+            if not answer.done():
+                answer.set_exception(error)
+
+    def _answer(self, message: dict[str, Any]) -> None:
+        answer = self._questions.get(message["id"])
+        if answer is None or answer.done():
+            return
+        if message["ev"] == "failed":
+            answer.set_exception(ApiError(message["status"], message["message"], message.get("param")))
+        else:
+            answer.set_result(message)

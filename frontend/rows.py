@@ -1,0 +1,208 @@
+"""Ledger rows as the frontend sees them: who holds which row, what has arrived for it, and when it is free again.
+
+Owns the planes generation, abort, delivered and arrival_ns of the ledger. May never free a row because a client left:
+only when the scheduler has let go of it (an item with release) or has never seen it (rejected).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from typing import Any
+
+from frontend.errors import ApiError
+from frontend.metrics import Meter
+from shm.ledger import Ledger
+from shm.limits import GENERATION_MAX
+
+
+class Row:
+    """One prompt on its way to an answer."""
+
+    __slots__ = (
+        "accepted",
+        "arrival_ns",
+        "count",
+        "exchange",
+        "finish",
+        "generation",
+        "ids",
+        "index",
+        "last_ns",
+        "number",
+        "prompt_ids",
+        "prompt_tokens",
+        "released",
+        "text",
+    )
+
+    def __init__(self, number: int, generation: int, exchange: Exchange, index: int, now_ns: int) -> None:
+        self.number = number
+        self.generation = generation
+        self.exchange = exchange
+        self.index = index  # of the choice in the answer
+        self.accepted = False
+        self.released = False
+        self.finish: str | None = None
+        self.prompt_tokens = 0
+        self.count = 0  # output tokens received
+        self.text: list[str] = []  # received and not yet taken
+        self.ids: list[int] = []  # likewise, kept only on request
+        self.prompt_ids: list[int] = []
+        self.arrival_ns = now_ns
+        self.last_ns = now_ns
+
+
+class Exchange:
+    """One HTTP request and its rows. Its handler sleeps on `wake`; what a slow client leaves becomes one piece."""
+
+    def __init__(self, stream: bool, keep_ids: bool) -> None:
+        self.stream = stream
+        self.keep_ids = keep_ids
+        self.rows: list[Row] = []
+        self.wake = asyncio.Event()
+        self.error: ApiError | None = None
+        self.gone = False  # the client has left: nothing is kept for it any more
+
+    @property
+    def accepted(self) -> bool:
+        return all(row.accepted for row in self.rows)
+
+    @property
+    def finished(self) -> bool:
+        return all(row.finish is not None for row in self.rows)
+
+    def fail(self, error: ApiError) -> None:
+        """Ends the exchange with `error`; the first one counts."""
+        if self.error is None:
+            self.error = error
+        self.wake.set()
+
+
+class RowTable:
+    """All rows of the ledger. Single-threaded: everything runs on the event loop."""
+
+    def __init__(self, ledger: Ledger, rows: int, ring_scheduler: Callable[[], None], meter: Meter) -> None:
+        self._ledger = ledger
+        self._ring_scheduler = ring_scheduler
+        self._meter = meter
+        self._open: dict[int, Row] = {}
+        # Last in, first out: the pages of few rows stay warm.
+        self._free = list(range(rows - 1, -1, -1))
+
+    @property
+    def open_count(self) -> int:
+        return len(self._open)
+
+    def open(self, exchange: Exchange, choices: int) -> None:
+        """Takes a row for each of the `choices` prompts of `exchange`, or raises ApiError 429 and takes none."""
+        if len(self._free) < choices:
+            raise ApiError(429, "the queue is full: try again soon", code="queue_full")
+        ledger, now_ns = self._ledger, time.monotonic_ns()
+        for index in range(choices):
+            number = self._free.pop()
+            generation = int(ledger.generation[number]) + 1
+            assert generation <= GENERATION_MAX
+            ledger.delivered[number] = 0
+            ledger.arrival_ns[number] = now_ns
+            ledger.generation[number] = generation
+            row = Row(number, generation, exchange, index, now_ns)
+            self._open[number] = row
+            exchange.rows.append(row)
+
+    def abort(self, exchange: Exchange) -> bool:
+        """Asks the scheduler to end what still runs of `exchange`; the rows come back by release. True if any ran."""
+        running = [row for row in exchange.rows if row.finish is None and not row.released]
+        for row in running:
+            self._ledger.abort[row.number] = row.generation
+        if running:
+            self._ring_scheduler()  # SYNC abort-flagged
+        return bool(running)
+
+    def dispatch(self, message: dict[str, Any]) -> None:
+        """Brings one message of the tokenizer or the detokenizer to its rows."""
+        kind = message["ev"]
+        if kind == "text":
+            now_ns = time.monotonic_ns()
+            for item in message["items"]:
+                self._text(item, now_ns)
+        elif kind == "accepted":
+            row = self._find(message["row"], message["gen"])
+            if row is not None:
+                self._accept(row, message["prompt_tokens"])
+        elif kind == "rejected":
+            row = self._find(message["row"], message["gen"])
+            if row is not None:
+                self._free_row(row)
+                row.exchange.fail(
+                    ApiError(message["status"], message["message"], message.get("param"), message.get("code"))
+                )
+        else:
+            raise AssertionError(f"unknown message {kind!r}")
+
+    def fail_all(self, error: ApiError) -> None:
+        """Tells every open exchange that nothing more will come."""
+        for row in self._open.values():
+            if row.finish is None:
+                row.exchange.fail(error)
+
+    def _find(self, number: int, generation: int) -> Row | None:
+        row = self._open.get(number)
+        # A message for a generation that is over is late, not wrong.
+        return row if row is not None and row.generation == generation else None
+
+    def _accept(self, row: Row, prompt_tokens: int) -> None:
+        row.accepted = True
+        row.prompt_tokens = prompt_tokens
+        exchange = row.exchange
+        if exchange.keep_ids:
+            row.prompt_ids = self._ledger.tokens[row.number, :prompt_tokens].tolist()
+        if exchange.accepted:
+            exchange.wake.set()
+
+    def _text(self, item: list[Any], now_ns: int) -> None:
+        number, generation, first, count, text, finish, release = item
+        row = self._find(number, generation)
+        if row is None:
+            return
+        exchange = row.exchange
+        if row.finish is None and (count > row.count or finish is not None):
+            assert first == row.count or not text, f"row {number}: text from {first} on, {row.count} tokens before it"
+            self._observe(row, count - row.count, now_ns)
+            if exchange.keep_ids:
+                start = row.prompt_tokens
+                row.ids += self._ledger.tokens[number, start + row.count : start + count].tolist()
+            if text and not exchange.gone:
+                row.text.append(text)
+            row.count = count
+            self._ledger.delivered[number] = count
+            if finish is not None:
+                self._finish(row, finish)
+            if finish is not None or (exchange.stream and text):
+                exchange.wake.set()
+        if release:
+            assert row.finish is not None, f"row {number} was released before it finished"
+            self._free_row(row)
+
+    def _finish(self, row: Row, finish: str) -> None:
+        row.finish = finish
+        if finish == "abort":
+            row.exchange.fail(ApiError(503, "the server ended this request before it was done", code="aborted"))
+        elif finish == "error":
+            row.exchange.fail(ApiError(500, "the server could not go on with this request", code="internal_error"))
+
+    def _observe(self, row: Row, tokens: int, now_ns: int) -> None:
+        if tokens <= 0:
+            return
+        seconds = (now_ns - row.last_ns) * 1e-9
+        if row.count == 0:
+            self._meter.first_token(seconds)
+        else:
+            self._meter.next_tokens(seconds, tokens)
+        row.last_ns = now_ns
+
+    def _free_row(self, row: Row) -> None:
+        row.released = True
+        del self._open[row.number]
+        self._free.append(row.number)
