@@ -1,7 +1,8 @@
 """Channels carry control messages and text between processes: ZeroMQ PUSH to PULL over abstract unix sockets, in JSON.
 
-Owns the sockets and their options. A channel may lose what was under way when a process died, so it may carry nothing that
-the ledger cannot rebuild. It never blocks a sender: what is under way is bounded by the rows of the ledger, not by the socket.
+Owns the sockets and their options. A channel may lose what was under way when a process died, so it may carry nothing
+that the ledger cannot rebuild. It never blocks a sender: what is under way is bounded by the rows of the ledger, not by
+the socket.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ class Sender:
     """The sending end, for one thread. Messages to a receiver that is not there yet, or again, are kept."""
 
     def __init__(self, ctx: zmq.Context[Any], address: str) -> None:
+        self._ctx = ctx  # the shadow must not outlive it
         # A shadow so that a zmq.asyncio context also gives a plain socket: sending never has to be awaited.
         self._socket: zmq.Socket[bytes] = zmq.Context.shadow(ctx.underlying).socket(zmq.PUSH)
         self._socket.set(zmq.SNDHWM, 0)
@@ -57,7 +59,7 @@ class Receiver:
 
     @property
     def fileno(self) -> int:
-        """ZeroMQ's descriptor. It tells of changes only: after it was readable, call recv_all until it returns nothing."""
+        """ZeroMQ's descriptor. It tells of changes only: whenever it was readable, call recv_all."""
         return int(self.socket.fileno())
 
     def recv_all(self) -> list[Any]:

@@ -1,7 +1,7 @@
 """What every stage does first: read its boot record, tie its life to the supervisor's, and say how it is getting on.
 
-Owns the boot record, the signals and the lines on the ready pipe. It knows nothing of what a stage does, and it may never let a
-stage end without its reason having been written to the pipe.
+Owns the boot record, the signals and the lines on the ready pipe. It knows nothing of what a stage does, and it may
+never let a stage end by an error without having written the reason to the pipe.
 
 The ready pipe carries one JSON object a line: {"event": "progress" | "ready" | "error", "text": ...}.
 """
@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import dataclasses
+import itertools
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ from shm.stats import Stats, StatsWriter
 from shm.trace import Trace, TraceWriter
 
 _PR_SET_PDEATHSIG = 1
+_TEXT_CHARS_MAX = 600
 _prctl = ctypes.PyDLL(None, use_errno=True).prctl
 
 
@@ -151,13 +153,17 @@ class Child:
 def boot(argv: Sequence[str] | None = None) -> Child:
     """Turn this process into the stage that its boot record names (argv: ... --boot-fd N).
 
-    From here on the process dies with the supervisor, SIGINT is ignored (the supervisor decides), and an uncaught exception in
-    any thread is an error line and exit status 1.
+    From here on the process dies with the supervisor, SIGINT is ignored (the supervisor decides), and an uncaught
+    exception in any thread is an error line and exit status 1.
     """
-    record = Boot.from_fd(_boot_fd(sys.argv[1:] if argv is None else argv))
+    boot_fd = _boot_fd(sys.argv[1:] if argv is None else argv)
+    record = Boot.from_fd(boot_fd)
+    os.close(boot_fd)
     sys.excepthook = _excepthook(record.ready_fd)
     threading.excepthook = _thread_excepthook(record.ready_fd)
     assert record.stage in STAGES, record.stage
+    for fd in record.fds:
+        os.set_inheritable(fd, False)  # a process that the stage starts gets none of them
     _die_with(record.supervisor_pid)
     setproctitle.setproctitle(f"stepahead: {record.stage}")
     signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -180,7 +186,7 @@ def start(argv: Sequence[str] | None = None) -> Iterator[Child]:
 
 
 def _boot_fd(argv: Sequence[str]) -> int:
-    for option, value in zip(argv, argv[1:], strict=False):
+    for option, value in itertools.pairwise(argv):
         if option == "--boot-fd":
             return int(value)
     raise SystemExit("this module is a stage of the server and is started by it: --boot-fd N is missing")
@@ -195,8 +201,10 @@ def _die_with(supervisor_pid: int) -> None:
 
 
 def _write_line(ready_fd: int, event: str, text: str) -> None:
-    # A pipe takes a line of up to 4 KiB whole. The supervisor may have stopped listening: that is its affair.
-    line = orjson.dumps({"event": event, "text": text[:1000]}) + b"\n"
+    # A pipe takes up to 4 KiB in one piece, and JSON needs at most 6 bytes for a character. The supervisor may have
+    # stopped listening: that is its affair.
+    text = text[:_TEXT_CHARS_MAX].encode("utf-8", "replace").decode()
+    line = orjson.dumps({"event": event, "text": text}) + b"\n"
     with contextlib.suppress(BrokenPipeError):
         os.write(ready_fd, line)
 

@@ -1,7 +1,7 @@
 """The control segment: the state of the server and, for every stage, who it is and whether it lives.
 
-Owns the words by which the supervisor and the stages see each other without a message. Every word has one writer. It holds
-nothing about any request.
+Owns the words by which the supervisor and the stages see each other without a message. Every word has one writer. It
+holds nothing about any request.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A doorbell wakes one stage: an eventfd, and a word in the control segment that says whether the stage waits.
 
-Owns the order of the two sides: who publishes stores first and looks at the word afterwards, who waits sets the word first
-and looks at the data afterwards, with a full fence between on both sides, so one of them always sees the other. All rings
-into a stage share its one doorbell. It carries no data, and it may never be the only sign of work: waiters look again
-at least every WAIT_MS_MAX.
+Owns the order of the two sides: who publishes stores first and looks at the word afterwards, who waits sets the word
+first and looks at the data afterwards, with a full fence between on both sides, so one of them always sees the other.
+All rings of a stage share its one doorbell. It carries no data, and it may never be the only sign of work: waiters look
+again at least every WAIT_MS_MAX.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """The ledger: one row per live request, and the only truth about it.
 
-Owns the planes (columns) and says who writes each. Whatever else is known about a request can be rebuilt from its row, so any
-process may die. A plane has one writer. Values that belong together are published by the one marked LAST: a row is ready,
-begun, done or stopped when that word equals the row's generation, so what an earlier request left behind never counts.
-It knows nothing of policy, and it never frees a row: the frontend does, by giving it a new generation.
+Owns the planes (columns) and says who writes each. Whatever else is known about a request can be rebuilt from its row,
+so any process may die. A plane has one writer. Values that belong together are published by the one marked LAST: a row
+is ready, begun, done or stopped when that word equals the row's generation, so what an earlier request left behind
+never counts. It knows nothing of policy, and it never frees a row: the frontend does, by giving it a new generation.
 """
 
 from __future__ import annotations

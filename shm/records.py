@@ -1,8 +1,8 @@
 """The records that the rings carry, declared once: what lies where, and how large each ring must be.
 
-Owns the layouts of the step descriptor, the step result, the intake and the progress record, and the table of rings. A step
-descriptor carries entry numbers, chunks, slot writes and sampling changes; it may never carry a token or the length of a running
-request. Payloads are int32 planes; whatever is not int32 lies in it bit for bit.
+Owns the layouts of the step descriptor, the step result, the intake and the progress record, and the table of rings. A
+step descriptor carries entry numbers, chunks, slot writes and sampling changes; it may never carry a token or the
+length of a running request. Payloads are int32 planes; whatever is not int32 lies in them bit for bit.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def _u64(lo: int, doc: str) -> Any:
     """Two ints, the low half first, as one unsigned number."""
 
     def get(self: _Header) -> int:
-        low, high = self.header[lo : lo + 2].tolist()
+        low, high = int(self.header[lo]), int(self.header[lo + 1])
         return (low & 0xFFFFFFFF) | (high & 0xFFFFFFFF) << 32
 
     def put(self: _Header, value: int) -> None:

@@ -7,15 +7,17 @@
     4096  slot 0: 64 B header (seq + 1, nbytes, source seq, epoch, kind, crc, time) and payload, then slot 1 ...
 
 Owns the order of the stores. Published is what lies before the head: payload, then slot header, then the head in one
-aligned 8-byte store. Cursors are absolute and never wrap. A stage that turns records of one ring into records of another
-stores its output's head first and its input's tail second; after a crash it goes on behind the source seq of its last
-output, so nothing is lost and nothing done twice, whatever instruction it died at. A ring never overwrites a slot that the
-consumer still holds, never blocks, and never stores a cursor in pieces (struct.pack_into zeroes first: readers see it).
+aligned 8-byte store. Cursors are absolute and never wrap. A stage that turns records of one ring into records of
+another stores its output's head first and its input's tail second; after a crash it goes on behind the source seq of
+its last output, so nothing is lost and nothing done twice, whatever instruction it died at. A ring never overwrites a
+slot that the consumer still holds, never blocks, and never stores a cursor in pieces (struct.pack_into zeroes first:
+readers see it).
 """
 
 from __future__ import annotations
 
 import os
+import struct
 import time
 import zlib
 from typing import NamedTuple
@@ -32,14 +34,13 @@ _KIND = "ring"
 _SLOTS, _PAYLOAD_BYTES = 8, 9
 _HEAD, _PRODUCER_EPOCH, _PRODUCER_PID = 16, 17, 18
 _TAIL, _CONSUMER_EPOCH, _CONSUMER_PID = 24, 25, 26
-# u64 words of a slot header
-_SEQ, _NBYTES, _SOURCE_SEQ, _EPOCH, _RECORD_KIND, _CRC, _TIME_NS = range(7)
+_SLOT_HEADER = struct.Struct("<7Q")  # seq + 1 (0 = never written), nbytes, source seq, epoch, kind, crc, time_ns
 _SLOT_HEADER_BYTES = CACHE_LINE_BYTES
 _CRC_PIECE_BYTES = 4096  # zlib gives the GIL away above 5 KiB, and getting it back may take milliseconds
 
 Int32Array = npt.NDArray[np.int32]
 
-assert (_TIME_NS + 1) * 8 <= _SLOT_HEADER_BYTES
+assert _SLOT_HEADER.size <= _SLOT_HEADER_BYTES
 assert _HEAD // 8 != _TAIL // 8, "producer and consumer write different cache lines"
 assert _CONSUMER_PID * 8 < HEADER_BYTES
 
@@ -84,11 +85,10 @@ class Ring:
         if segment.size < Ring.size(self.slots, self.payload_bytes):
             raise LayoutError(f"segment {segment.name}: {segment.size} bytes are too few for {self.slots} slots")
         stride = _stride(self.payload_bytes)
-        offsets = [HEADER_BYTES + i * stride for i in range(self.slots)]
-        self.bases = [offset // 8 for offset in offsets]
-        self.bytes = [segment.buf[o + _SLOT_HEADER_BYTES : o + stride] for o in offsets]
+        self.offsets = [HEADER_BYTES + i * stride for i in range(self.slots)]
+        self.bytes = [segment.buf[o + _SLOT_HEADER_BYTES : o + stride] for o in self.offsets]
         self.payloads: list[Int32Array] = [
-            segment.array(np.int32, self.payload_bytes // 4, o + _SLOT_HEADER_BYTES) for o in offsets
+            segment.array(np.int32, self.payload_bytes // 4, o + _SLOT_HEADER_BYTES) for o in self.offsets
         ]
 
     @staticmethod
@@ -135,8 +135,8 @@ class Ring:
     def read(self, seq: int) -> Slot:
         """Return the published record `seq`; raise RingCorrupt unless it is whole and the one asked for."""
         index = seq % self.slots
-        base = self.bases[index]
-        found_seq, nbytes, source_seq, epoch, kind, crc, time_ns = self.words[base : base + _TIME_NS + 1]
+        base = self.offsets[index]
+        found_seq, nbytes, source_seq, epoch, kind, crc, time_ns = _SLOT_HEADER.unpack_from(self.segment.buf, base)
         if found_seq != seq + 1 or nbytes > self.payload_bytes:
             raise RingCorrupt(f"{self.segment.name}: slot of {seq} holds record {found_seq - 1} of {nbytes} bytes")
         if crc != _crc(self.bytes[index], nbytes):
@@ -184,14 +184,10 @@ class RingProducer:
         if seq - words[_TAIL] >= self._slots:
             raise RingFull(f"{ring.segment.name}: {self._slots} records are not released")
         index = seq % self._slots
-        base = ring.bases[index]
-        words[base + _SEQ] = seq + 1
-        words[base + _NBYTES] = nbytes
-        words[base + _SOURCE_SEQ] = source_seq
-        words[base + _EPOCH] = self.epoch
-        words[base + _RECORD_KIND] = kind
-        words[base + _CRC] = _crc(ring.bytes[index], nbytes)
-        words[base + _TIME_NS] = time.monotonic_ns()
+        crc, now_ns = _crc(ring.bytes[index], nbytes), time.monotonic_ns()
+        # In pieces, which is no harm: nobody reads this slot before the head says so.
+        fields = (seq + 1, nbytes, source_seq, self.epoch, kind, crc, now_ns)
+        _SLOT_HEADER.pack_into(ring.segment.buf, ring.offsets[index], *fields)
         if not STORES_ARE_ORDERED:
             fence()
         words[_HEAD] = self.head = seq + 1  # SYNC ring-published
@@ -261,6 +257,8 @@ def _stride(payload_bytes: int) -> int:
 
 
 def _crc(payload: memoryview, nbytes: int) -> int:
+    if nbytes <= _CRC_PIECE_BYTES:
+        return zlib.crc32(payload[:nbytes])
     crc = 0
     for start in range(0, nbytes, _CRC_PIECE_BYTES):
         crc = zlib.crc32(payload[start : min(start + _CRC_PIECE_BYTES, nbytes)], crc)

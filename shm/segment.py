@@ -6,6 +6,7 @@ file system (so nothing can be left behind, whoever is killed), change its size,
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import mmap
 import os
@@ -31,11 +32,20 @@ def schema_hash(description: str) -> int:
     return zlib.crc32(description.encode())
 
 
+def memory_available_bytes() -> int:
+    """Return what the kernel thinks can be allocated without swapping."""
+    with open("/proc/meminfo", encoding="ascii") as lines:
+        for line in lines:
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    raise LayoutError("/proc/meminfo has no MemAvailable")
+
+
 class Segment:
     """Shared memory of `size` bytes behind the descriptor `fd`.
 
-    `buf` is the bytes, `words` the same memory as u64 and `floats` as f64. A store of one element of `words` or `floats`
-    is one aligned 8-byte store; nothing else may be used for a value that another process reads at the same time.
+    `buf` is the bytes, `words` the same memory as u64 and `floats` as f64. A store of one element of `words` or
+    `floats` is one aligned 8-byte store; a value that another process may read at the same time is stored that way.
     """
 
     def __init__(self, fd: int, size: int, name: str) -> None:
@@ -51,11 +61,16 @@ class Segment:
     def create(cls, name: str, size: int) -> Segment:
         """Make a zeroed segment of at least `size` bytes (whole pages) and seal its size.
 
-        Memory is allocated here, so that too little of it is an OSError now and not a SIGBUS later.
+        Memory is allocated here, so that too little of it is an OSError (ENOMEM) now, and not the out-of-memory killer
+        or a SIGBUS later.
         """
         if size <= 0:
             raise ValueError(f"segment {name}: size must be positive, got {size}")
         size = -(-size // PAGE_BYTES) * PAGE_BYTES
+        available = memory_available_bytes()
+        if size > available:
+            text = f"segment {name} needs {size >> 20} MiB of memory, {available >> 20} MiB are available"
+            raise OSError(errno.ENOMEM, text)
         fd = os.memfd_create(f"stepahead-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, size)
@@ -80,7 +95,7 @@ class Segment:
         return cls(fd, size, name)
 
     def array(self, dtype: npt.DTypeLike, count: int, offset: int = 0) -> npt.NDArray[Any]:
-        """Return a writable 1-d view of `count` items of `dtype` at `offset` bytes; `offset` must be aligned to the item."""
+        """Return a writable view of `count` items of `dtype` at `offset` bytes, which must be aligned to the item."""
         assert offset % np.dtype(dtype).itemsize == 0, (self.name, offset, dtype)
         return np.frombuffer(self._map, dtype, count, offset)
 

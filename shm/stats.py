@@ -14,7 +14,7 @@ from shm.limits import CACHE_LINE_BYTES, HEADER_BYTES
 from shm.segment import Segment, schema_hash
 
 # Upper bounds of the buckets of every histogram, in seconds; one more bucket holds what is longer.
-BUCKETS_S = tuple(float(f"{digit}e{exponent}") for exponent in range(-6, 2) for digit in (1, 2, 5)) + (100.0,)
+BUCKETS_S = tuple(float(f"{digit}e{exponent}") for exponent in range(-6, 2) for digit in (1, 2, 5))
 
 
 @dataclass(frozen=True)

@@ -1,8 +1,8 @@
 """The trace: what every thread of every stage did when, always on, the oldest overwritten.
 
-A lane holds TRACE_SPANS spans of 32 bytes (what, step, begin, end) and a head that counts all ever written. Owns the lanes and
-the table of span names. A writer never waits for a reader: a reader drops what may have been overwritten under its eyes.
-Nothing in here may be needed to serve a request.
+A lane holds TRACE_SPANS spans of 32 bytes (what, step, begin, end) and a head that counts all ever written. Owns the
+lanes and the table of span names. A writer never waits for a reader: a reader drops what may have been overwritten
+under its eyes. Nothing in here may be needed to serve a request.
 """
 
 from __future__ import annotations
@@ -109,7 +109,7 @@ class Trace:
         return TraceWriter(self.segment, stage, lane)
 
     def read_lane(self, stage: str, lane: int, since: int = 0) -> tuple[npt.NDArray[np.uint64], int]:
-        """Return the spans of a lane, u64[n, 4] (what, step, begin_ns, end_ns), and the head to pass as `since` next time.
+        """Return the spans of a lane, u64[n, 4] (what, step, begin_ns, end_ns), and the head: the next call's `since`.
 
         Of the spans numbered from `since`, those that were overwritten meanwhile are missing; none is torn.
         """
