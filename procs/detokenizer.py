@@ -1,0 +1,214 @@
+"""The detokenizer: output tokens in the ledger become text for the frontend.
+
+Owns the text state of every running row, the search for stop strings and the planes that tell the scheduler of one that
+was found. It may keep nothing that the ledger cannot rebuild (`open_row`), never frees a row and never decides when an
+output ends, except by a stop string.
+
+One item for the frontend is [row, generation, first, count, text, finish, release]: output tokens [first, count) were
+taken in since the row's last item. `text` is what may leave by now; it may lag behind the tokens (half a character, the
+beginning of a stop string) and then comes with a later item. The ranges of a row's items lie end to end from 0 to the
+count of the item with `finish`. Exactly one item of a row has a finish, exactly one has release = true, and none comes
+after it; after a stop string these are two items unless the scheduler had finished the row by itself. An item without
+text, finish and release is not sent.
+"""
+
+from __future__ import annotations
+
+import gc
+import time
+from collections.abc import Callable
+from functools import lru_cache
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+import zmq
+
+from procs.text_stream import OutputText, StopStrings
+from procs.token_text import TextTable, UnknownDecoder
+from procs.tokenizer_files import load_tokenizer
+from shm import child
+from shm.channel import Sender
+from shm.ledger import FINISH_NAMES, FINISH_NONE, Ledger
+from shm.records import read_progress
+from shm.ring import RingConsumer
+from shm.stats import StatsWriter
+from shm.tensor_map import ModelError
+from shm.trace import TraceWriter, What
+
+# Automata of the latest sets of stop strings; requests of one application have the same.
+STOP_SETS_MAX = 256
+
+Item = list[Any]
+
+
+class Bell(Protocol):
+    """What is needed of a doorbell here."""
+
+    def ring(self) -> None: ...
+
+
+class RowText:
+    """One row: its output's text, and what the frontend has been told."""
+
+    __slots__ = ("finished", "generation", "output", "tokens", "told")
+
+    def __init__(self, generation: int, tokens: npt.NDArray[np.int32], output: OutputText) -> None:
+        self.generation = generation
+        self.tokens = tokens  # the row's plane from the first output token on
+        self.output = output
+        self.told = 0  # end of the last item's range
+        self.finished = False  # an item with a finish was sent
+
+
+def open_row(
+    ledger: Ledger, table: TextTable, stops: Callable[[tuple[str, ...]], StopStrings], row: int, generation: int
+) -> RowText:
+    """Makes a row's state from the ledger: that of a row whose first `delivered` output tokens are with the frontend.
+
+    For a new row that is none; what else is held back follows from the tokens alone.
+    """
+    assert ledger.generation[row] == generation, f"row {row}: {generation} is not its generation"
+    strings = tuple(ledger.stop_strings(row))
+    tokens = ledger.tokens[row, int(ledger.prompt_len[row]) :]
+    state = RowText(generation, tokens, OutputText(table, stops(strings) if strings else None))
+    delivered = int(ledger.delivered[row])
+    state.output.push(tokens[:delivered].tolist())
+    state.told = delivered
+    state.finished = state.output.stop_count > 0
+    return state
+
+
+class Detokenizer:
+    """Turns progress records into items; all that has come by the time of a turn goes out in one message."""
+
+    def __init__(
+        self,
+        ledger: Ledger,
+        progress: RingConsumer,
+        frontend: Sender,
+        scheduler_bell: Bell,
+        table: TextTable,
+        stats: StatsWriter,
+        trace: TraceWriter,
+    ) -> None:
+        self._ledger = ledger
+        self._progress = progress
+        self._frontend = frontend
+        self._scheduler_bell = scheduler_bell
+        self._table = table
+        self._stats = stats
+        self._trace = trace
+        self._rows: dict[int, RowText] = {}
+        self._stops = lru_cache(maxsize=STOP_SETS_MAX)(StopStrings)
+
+    @property
+    def open_rows(self) -> int:
+        """Rows that have been seen and not been released."""
+        return len(self._rows)
+
+    def turn(self) -> int:
+        """Handles every record that is there; returns how many. The message leaves before the records are given back,
+        so that a death in between repeats items and loses none.
+        """
+        records = self._progress.available()
+        if not records:
+            return 0
+        begin_ns = time.monotonic_ns()
+        news, step = self._read(records)
+        items: list[Item] = []
+        tokens = 0
+        for row, (generation, count, finish) in news.items():
+            tokens += self._advance(row, generation, count, finish, items)
+        if items:
+            self._frontend.send({"ev": "text", "items": items})
+        self._progress.release(records)
+        self._record(step, begin_ns, tokens, len(items))
+        return records
+
+    def _read(self, records: int) -> tuple[dict[int, tuple[int, int, int]], int]:
+        """Returns ({row: (generation, count, finish)}, newest step): a row's last record says what the others said."""
+        news: dict[int, tuple[int, int, int]] = {}
+        step = 0
+        for index in range(records):
+            slot = self._progress.peek(index)
+            step = slot.source_seq
+            columns = (column.tolist() for column in read_progress(slot.payload))
+            for row, generation, count, finish in zip(*columns, strict=True):
+                earlier = news.get(row)
+                assert earlier is None or earlier[2] == FINISH_NONE, f"row {row} goes on after it was finished"
+                news[row] = (generation, count, finish)
+        return news, step
+
+    def _advance(self, row: int, generation: int, count: int, finish: int, items: list[Item]) -> int:
+        """Takes a row up to `count` output tokens, appends its item if there is one; returns the tokens taken in."""
+        state = self._rows.get(row)
+        if state is None:
+            state = self._rows[row] = open_row(self._ledger, self._table, self._stops, row, generation)
+        assert state.generation == generation, f"row {row}: {state.generation} was not released before {generation}"
+        release = finish != FINISH_NONE
+        before = state.output.count
+        if not state.finished:
+            text = state.output.push(state.tokens[before:count].tolist())
+            if release:
+                text += state.output.flush()
+            reason = "stop" if state.output.stop_count else FINISH_NAMES[finish]
+            if state.output.stop_count:
+                self._tell_scheduler(row, state, release)
+            if text or reason:
+                items.append([row, generation, state.told, state.output.count, text, reason, release])
+                state.told = state.output.count
+                state.finished = reason is not None
+        elif release:
+            items.append([row, generation, state.told, state.told, "", None, True])
+        if release:
+            del self._rows[row]
+            self._stats.add("finished_total")
+        return state.output.count - before
+
+    def _tell_scheduler(self, row: int, state: RowText, finished: bool) -> None:
+        self._ledger.text_stop_count[row] = state.output.stop_count
+        self._ledger.text_stop[row] = state.generation  # LAST
+        self._stats.add("stops_total")
+        if not finished:
+            self._scheduler_bell.ring()
+
+    def _record(self, step: int, begin_ns: int, tokens: int, pieces: int) -> None:
+        end_ns = time.monotonic_ns()
+        stats = self._stats
+        stats.add("tokens_total", tokens)
+        stats.add("pieces_total", pieces)
+        stats.add("decode_ns_total", end_ns - begin_ns)
+        stats.observe("decode_s", (end_ns - begin_ns) / 1e9)
+        stats.set("open_rows", len(self._rows))
+        self._trace.span(What.DETOKENIZE, step, begin_ns, end_ns)
+
+
+def main() -> None:
+    """Runs the stage until SIGTERM."""
+    with child.start() as stage:
+        model = stage.config.model
+        try:
+            table = TextTable(load_tokenizer(model.path), model.vocab_size, model.eos_token_ids)
+        except (ModelError, UnknownDecoder) as error:
+            raise child.StartupError(f"{model.path}: {error}") from error
+        progress = stage.ring_consumer("progress")
+        detokenizer = Detokenizer(
+            stage.ledger,
+            progress,
+            Sender(zmq.Context.instance(), stage.channels["frontend"]),
+            stage.doorbells["scheduler"],
+            table,
+            stage.stats_writer(),
+            stage.trace(),
+        )
+        gc.freeze()  # the table lives as long as the process: no need to look through it ever again
+        stage.ready()
+        while not stage.stopping:
+            stage.beat()
+            stage.own_doorbell.wait(lambda: progress.available() > 0)
+            detokenizer.turn()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,89 @@
+"""Encoding of prompts: short texts at once, on all cores; long ones on a thread of their own, so that short ones need
+not wait.
+
+Owns the model's tokenizer and that thread. Knows nothing of requests: a text comes with what is to be done with its
+ids. May never block its caller for more than one group of short texts.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from tokenizers import Tokenizer
+
+from procs.prompt_checks import check_text_length
+
+# A megabyte takes about a second.
+LONG_TEXT_CHARS = 32 * 1024
+
+
+@dataclass(frozen=True, slots=True)
+class Work:
+    """A text to encode, with the model's special tokens around it or without, and what to do with its ids."""
+
+    text: str
+    add_special_tokens: bool
+    then: Callable[[list[int]], None]
+
+
+class PromptEncoder:
+    """`kick` is called, on another thread, whenever a long text is done; then the owner calls take_long."""
+
+    def __init__(self, tokenizer: Tokenizer, kick: Callable[[], None]) -> None:
+        self.pending = 0  # long texts that are not done
+        self._tokenizer = tokenizer
+        self._kick = kick
+        self._longest_token = max(map(len, tokenizer.get_vocab()))
+        self._todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[tuple[Work, list[int]]] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="long texts", daemon=True).start()
+
+    def encode(self, works: Sequence[Work]) -> None:
+        """Encodes texts together and calls their `then` in order of add_special_tokens."""
+        for special in (False, True):
+            group = [work for work in works if work.add_special_tokens is special]
+            for work, ids in zip(group, self._ids([work.text for work in group], special), strict=True):
+                work.then(ids)
+
+    def encode_later(self, work: Work) -> bool:
+        """Takes a long text over; returns False, and does nothing, if it is short."""
+        if len(work.text) <= LONG_TEXT_CHARS:
+            return False
+        self.pending += 1
+        self._todo.put(work)
+        return True
+
+    def take_long(self) -> int:
+        """Calls `then` of the long texts that are done; returns how many."""
+        done = 0
+        while not self._done.empty():
+            work, ids = self._done.get()
+            self.pending -= 1
+            work.then(ids)
+            done += 1
+        return done
+
+    def decode(self, ids: list[int]) -> str:
+        """The text of ids, special tokens as they are written."""
+        return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+    def check_length(self, text: str, max_len: int, param: str) -> None:
+        """Raises BadRequest for a text that is too long whatever its tokens are: no token is longer than the longest."""
+        if len(text) > max_len:
+            normalizer = self._tokenizer.normalizer
+            normal = text if normalizer is None else normalizer.normalize_str(text)
+            check_text_length(len(normal), self._longest_token, max_len, param)
+
+    def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
+        # "Fast" leaves out the offsets, which nobody reads; the library uses all cores and gives the GIL away.
+        encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special) if texts else []
+        return [encoding.ids for encoding in encodings]
+
+    def _run(self) -> None:
+        while True:
+            work = self._todo.get()
+            self._done.put((work, self._ids([work.text], work.add_special_tokens)[0]))
+            self._kick()
