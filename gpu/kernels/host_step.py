@@ -1,0 +1,182 @@
+"""Host kernels of the step's own bookkeeping: filling the shared tables, and gathering what a step needs from them.
+
+Owns loops over rows and nothing else: no memory, no policy. They run without the interpreter lock, and check what they
+index, because a wrong entry or page would be a wrong answer for another request, or memory that is not ours. They never
+raise: they return a fault code (see `explain`), since the device needs the message and not a traceback from here.
+"""
+
+from typing import NamedTuple
+
+import numpy as np
+from numba import njit
+from numpy.typing import NDArray
+
+PADDING_ENTRY = 0
+PADDING_PAGE = 0
+
+OK = 0
+BAD_ENTRY, BAD_PAGE, BAD_POSITION, NOT_PUBLISHED, NOT_FILLED, BAD_SOURCE = 1, 2, 3, 4, 5, 6
+_FAULT_BITS = 8
+_FAULTS = {
+    BAD_ENTRY: "entry {} does not exist",
+    BAD_PAGE: "a slot write for entry {} names a page or an index that does not exist, or the padding page",
+    BAD_POSITION: "entry {} has reached a position past the end of its slot table row",
+    NOT_PUBLISHED: "entry {} is read before a step has published its length and token",
+    NOT_FILLED: "entry {} reaches a position for which the scheduler has reserved no page",
+    BAD_SOURCE: "a chunk of entry {} lies outside of its ledger row, or is larger than a step may take",
+}
+
+
+class Tables(NamedTuple):
+    """What a gather reads. The slot and sampling tables are shared with the schedule stream, the relay is not."""
+
+    length: NDArray[np.int32]  # [entries] relay: tokens in the KV cache
+    token: NDArray[np.int32]  # [entries] relay: newest token, not in the cache yet
+    pages: NDArray[np.int32]  # [entries, pages_per_row] slot table
+    real: NDArray[np.float32]  # [3, entries] temperature, top_p, min_p
+    top_k: NDArray[np.int32]  # [entries]
+    seed: NDArray[np.uint64]  # [entries]
+
+
+class Rows(NamedTuple):
+    """What a gather writes: one pass, laid out for the model and the sampler. Private to the step that gathered it."""
+
+    tokens: NDArray[np.int32]  # [tokens]
+    positions: NDArray[np.int32]  # [tokens] of each token in its sequence
+    seqs: NDArray[np.int32]  # [tokens] row of `pages`
+    pages: NDArray[np.int32]  # [rows, pages_per_row] only what the positions of the row reach is valid
+    logit_rows: NDArray[np.int32]  # [samples] index into tokens
+    entries: NDArray[np.int32]  # [samples] relay entry that gets the sampled token
+    lengths: NDArray[np.int32]  # [samples] its new length; 0 for padding
+    places: NDArray[np.int32]  # [samples] position of the token to be sampled
+    real: NDArray[np.float32]  # [3, samples]
+    top_k: NDArray[np.int32]  # [samples]
+    seed: NDArray[np.uint64]  # [samples]
+
+
+def explain(fault: int) -> str:
+    """The sentence for a fault code other than OK."""
+    return _FAULTS[fault & ((1 << _FAULT_BITS) - 1)].format(fault >> _FAULT_BITS)
+
+
+@njit(cache=True, nogil=True)
+def _fault(code, entry):  # type: ignore[no-untyped-def]
+    return code | (entry << _FAULT_BITS)
+
+
+@njit(cache=True, nogil=True)
+def write_slots(table, writes, count, pages):  # type: ignore[no-untyped-def]
+    """table i32[entries, pages_per_row][entry, index] = page for the first `count` of writes i32[3, cap]."""
+    for i in range(count):
+        entry, index, page = writes[0, i], writes[1, i], writes[2, i]
+        if entry <= PADDING_ENTRY or entry >= table.shape[0]:
+            return _fault(BAD_ENTRY, entry)
+        if index < 0 or index >= table.shape[1] or page <= PADDING_PAGE or page >= pages:
+            return _fault(BAD_PAGE, entry)
+        table[entry, index] = page
+    return OK
+
+
+@njit(cache=True, nogil=True)
+def write_sampling(real, top_k, seed, writes, write_bits, count):  # type: ignore[no-untyped-def]
+    """Set the sampling parameters of `count` entries from writes i32[7, cap]; write_bits is the same as f32."""
+    for i in range(count):
+        entry = writes[0, i]
+        if entry <= PADDING_ENTRY or entry >= top_k.shape[0]:
+            return _fault(BAD_ENTRY, entry)
+        for k in range(3):
+            real[k, entry] = write_bits[1 + k, i]
+        top_k[entry] = writes[4, i]
+        lo, hi = np.uint64(np.uint32(writes[5, i])), np.uint64(np.uint32(writes[6, i]))
+        seed[entry] = lo | (hi << np.uint64(32))
+    return OK
+
+
+@njit(cache=True, nogil=True)
+def copy_ids(chunks, count, plane, ids):  # type: ignore[no-untyped-def]
+    """Copy the tokens of `count` chunks i32[6, cap] from the ledger's plane i32[rows, max_len] to ids, end to end."""
+    at = 0
+    for c in range(count):
+        row, start, n = chunks[1, c], chunks[2, c], chunks[3, c]
+        if row < 0 or row >= plane.shape[0] or start < 0 or n < 1 or start + n > plane.shape[1]:
+            return _fault(BAD_SOURCE, chunks[0, c])
+        if at + n > ids.shape[0]:
+            return _fault(BAD_SOURCE, chunks[0, c])
+        for j in range(n):
+            ids[at + j] = plane[row, start + j]
+        at += n
+    return OK
+
+
+@njit(cache=True, nogil=True)
+def _take_pages(tables, entry, last, row, rows, page_size):  # type: ignore[no-untyped-def]
+    """Copy the pages that positions 0..last of `entry` live in to row `row`."""
+    if last < 0 or last >= tables.pages.shape[1] * page_size:
+        return _fault(BAD_POSITION, entry)
+    for j in range(last // page_size + 1):
+        page = tables.pages[entry, j]
+        if page == PADDING_PAGE and entry != PADDING_ENTRY:
+            return _fault(NOT_FILLED, entry)
+        rows.pages[row, j] = page
+    return OK
+
+
+@njit(cache=True, nogil=True)
+def _take_sample(tables, entry, length, sample, rows):  # type: ignore[no-untyped-def]
+    """Sample `sample` belongs to `entry`, which will have `length` tokens in the cache and gets the one behind them."""
+    rows.entries[sample] = entry
+    rows.lengths[sample] = length if entry != PADDING_ENTRY else 0  # padding stays at position 0 for ever
+    rows.places[sample] = length
+    for k in range(3):
+        rows.real[k, sample] = tables.real[k, entry]
+    rows.top_k[sample] = tables.top_k[entry]
+    rows.seed[sample] = tables.seed[entry]
+
+
+@njit(cache=True, nogil=True)
+def gather_decode(tables, entries, live, padded, rows, page_size, poison):  # type: ignore[no-untyped-def]
+    """Rows, tokens and samples 0..padded: one token of each entry; beyond `live` they belong to padding."""
+    for i in range(padded):
+        entry = entries[i] if i < live else PADDING_ENTRY
+        if entry < 0 or entry >= tables.length.shape[0]:
+            return _fault(BAD_ENTRY, entry)
+        at, token = tables.length[entry], tables.token[entry]
+        if at < 0 or token < 0:
+            return _fault(NOT_PUBLISHED, entry)
+        fault = _take_pages(tables, entry, at, i, rows, page_size)
+        if fault != OK:
+            return fault
+        rows.tokens[i] = token
+        rows.positions[i] = at
+        rows.seqs[i] = i
+        rows.logit_rows[i] = i
+        _take_sample(tables, entry, at + 1, i, rows)
+        if poison and entry != PADDING_ENTRY:
+            tables.token[entry] = -1  # consumed: nobody may read it again before a step stashes the next one
+    return OK
+
+
+@njit(cache=True, nogil=True)
+def gather_chunks(tables, chunks, count, ids, decode, rows, page_size, poison):  # type: ignore[no-untyped-def]
+    """Append `count` chunks i32[6, cap] behind `decode` decode rows; only a last chunk samples a token."""
+    token, sample = decode, decode
+    for c in range(count):
+        entry, start, n, last = chunks[0, c], chunks[2, c], chunks[3, c], chunks[4, c]
+        if entry < 0 or entry >= tables.length.shape[0]:
+            return _fault(BAD_ENTRY, entry)
+        fault = _take_pages(tables, entry, start + n - 1, decode + c, rows, page_size)
+        if fault != OK:
+            return fault
+        for j in range(n):
+            rows.tokens[token + j] = ids[token - decode + j]
+            rows.positions[token + j] = start + j
+            rows.seqs[token + j] = decode + c
+        token += n
+        if last != 0:
+            rows.logit_rows[sample] = token - 1
+            _take_sample(tables, entry, start + n, sample, rows)
+            sample += 1
+        if poison and entry != PADDING_ENTRY:
+            tables.length[entry] = -1  # what an earlier request left here is not to be read
+            tables.token[entry] = -1
+    return OK
