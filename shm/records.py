@@ -58,8 +58,6 @@ assert np.dtype(np.int32).itemsize == np.dtype(np.float32).itemsize == 4
 class _Header:
     """Named ints and pairs of ints in the first HEADER_INTS of a payload."""
 
-    __slots__ = ("header",)
-
     def __init__(self, header: Int32Array) -> None:
         self.header = header
 
@@ -102,8 +100,6 @@ class StepView(_Header):
     sampling       int32[7, max_running], planes SAMPLING_*, the first n_sampling columns used
     sampling_f32   float32[7, max_running], the same memory, for temperature, top_p and min_p
     """
-
-    __slots__ = ("chunks", "decode_entries", "layout", "sampling", "sampling_f32", "slot_writes")
 
     kind: int = _int(_KIND, "STEP_DECODE or STEP_MIXED")
     n_decode: int = _int(_N_DECODE, "decode rows")
@@ -182,8 +178,6 @@ class ResultView(_Header):
     counts int32[max_rows]: tokens of each row; tokens int32[window, max_rows]: row i got tokens[: counts[i], i].
     Rows are the decode rows in the order of the descriptor, then the chunks with last = 1 in order.
     """
-
-    __slots__ = ("counts", "tokens")
 
     n_rows: int = _int(_N_ROWS, "rows in use")
     window: int = _int(_WINDOW, "planes of tokens in use")
