@@ -53,7 +53,7 @@ def read_counters(exposition: str) -> Counters | None:
         found = [value for name, value in sums.items() if name.startswith("stepahead_gpu_") and word in name]
         return found[0] if found else None
 
-    steps, busy, idle = find("steps_total"), find("device_busy"), find("device_idle")
+    steps, busy, idle = sums.get("stepahead_gpu_steps_total"), find("device_busy"), find("device_idle")
     if steps is None or busy is None or idle is None:
         return None
     return Counters(steps, busy, idle)

@@ -1,0 +1,91 @@
+"""The child processes of a server as data, and the environment that each of them is given.
+
+Owns the table and the cleaning of the environment. It starts nothing, and it imports none of the modules it names.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from importlib.util import find_spec
+from pathlib import Path
+
+from shm.child import StartupError
+from shm.config import ServerConfig
+from shm.control import STAGES
+
+ROOT = Path(__file__).resolve().parent.parent
+PACKAGES = ("shm", "gpu", "procs", "tools", "frontend")
+
+# What would let a user's settings change our modules, our assertions or our exit; and a secret that nobody below needs.
+_DROPPED = ("PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONOPTIMIZE", "STEPAHEAD_API_KEY")
+_ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ChildSpec:
+    """One child. Which rings it gets follows from `shm.records.ring_specs`; `{threads}` in `env` is filled in."""
+
+    stage: str
+    module: str  # run as `python -m`
+    ready_seconds: float  # a start that takes longer has failed
+    stop_seconds: float  # from SIGTERM to SIGKILL
+    listens: bool = False  # gets the listening socket
+    env: Mapping[str, str] = field(default_factory=dict)
+
+
+# Started in this order, stopped in reverse: nobody loses the stage behind it while it still has work.
+CHILD_SPECS = (
+    # Loads the weights and, in a new environment, compiles the kernels: minutes on a slow machine.
+    ChildSpec(
+        stage="gpu",
+        module="procs.executor",
+        ready_seconds=900,
+        stop_seconds=5,
+        env={"OMP_NUM_THREADS": "{threads}", "MKL_NUM_THREADS": "{threads}", "NUMBA_NUM_THREADS": "{threads}"},
+    ),
+    ChildSpec(stage="scheduler", module="procs.scheduler", ready_seconds=60, stop_seconds=3, env=_ONE_THREAD),
+    ChildSpec(stage="detokenizer", module="procs.detokenizer", ready_seconds=120, stop_seconds=3, env=_ONE_THREAD),
+    ChildSpec(
+        stage="tokenizer",
+        module="procs.tokenizer",
+        ready_seconds=120,
+        stop_seconds=3,
+        env={**_ONE_THREAD, "RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"},
+    ),
+    ChildSpec(
+        stage="frontend", module="frontend.server", ready_seconds=60, stop_seconds=7, listens=True, env=_ONE_THREAD
+    ),
+)
+
+assert {spec.stage for spec in CHILD_SPECS} == set(STAGES) - {"supervisor"}
+assert len({spec.stage for spec in CHILD_SPECS}) == len(CHILD_SPECS)
+
+
+def child_environment(spec: ChildSpec, config: ServerConfig, environ: Mapping[str, str]) -> dict[str, str]:
+    """Return the environment of a child: the given one, cleaned, with the spec's own on top.
+
+    Our packages come first on the module path, so that packages of the same names elsewhere cannot take their place.
+    """
+    env = {name: value for name, value in environ.items() if name not in _DROPPED}
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, (str(ROOT), environ.get("PYTHONPATH"))))
+    env.update({name: value.format(threads=config.threads) for name, value in spec.env.items()})
+    return env
+
+
+def command(spec: ChildSpec, boot_fd: int) -> list[str]:
+    """Return the command line of a child. -P: the folder it is started in is not on the module path."""
+    return [sys.executable, "-P", "-m", spec.module, "--boot-fd", str(boot_fd)]
+
+
+def check_package_names(root: Path = ROOT) -> None:
+    """Raise StartupError if one of our package names resolves to anything but this project."""
+    for name in PACKAGES:
+        spec = find_spec(name)
+        found = spec.origin if spec and spec.origin else "nothing"
+        if found != str(root / name / "__init__.py") and Path(found).resolve() != root / name / "__init__.py":
+            raise StartupError(
+                f"the package '{name}' is {found}, not the one in {root}: start from another folder, or remove it"
+            )

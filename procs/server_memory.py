@@ -1,0 +1,92 @@
+"""What the processes of one server share: segments, rings, doorbells and the addresses of the channels.
+
+Owns the descriptors and hands their numbers out in boot records. The supervisor makes it before any child exists and
+closes it after the last one is gone; it may never look into a request.
+"""
+
+from __future__ import annotations
+
+import errno
+import os
+
+from shm.channel import new_address
+from shm.child import Boot, StartupError
+from shm.config import ServerConfig
+from shm.control import STAGES, Control
+from shm.doorbell import Doorbell
+from shm.ledger import Ledger
+from shm.records import ring_specs
+from shm.ring import Ring
+from shm.segment import Segment
+from shm.stats import Stats
+from shm.trace import Trace
+
+_RECEIVERS = ("tokenizer", "frontend")  # stages that receive on a channel
+
+
+class ServerMemory:
+    """All shared memory of one server. Raises StartupError when there is too little of it."""
+
+    def __init__(self, config: ServerConfig) -> None:
+        self.config = config
+        self._rings = ring_specs(config)
+        sizes = {
+            "control": Control.size(),
+            "stats": Stats.size(),
+            "trace": Trace.size(),
+            "ledger": Ledger.size(config.rows, config.max_len),
+            **{name: Ring.size(ring.slots, ring.payload_bytes) for name, ring in self._rings.items()},
+        }
+        self.segments: dict[str, Segment] = {}
+        self.doorbell_fds: dict[str, int] = {}
+        try:
+            self._create(sizes)
+        except OSError as error:
+            self.close()
+            if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EMFILE):
+                raise
+            megabytes = sum(sizes.values()) / 1e6
+            raise StartupError(f"cannot get {megabytes:.0f} MB of shared memory: {error.strerror}") from error
+        self.channels = {stage: new_address(stage) for stage in _RECEIVERS}
+
+    def _create(self, sizes: dict[str, int]) -> None:
+        for name, size in sizes.items():
+            self.segments[name] = Segment.create(name, size)
+        for stage in STAGES:
+            self.doorbell_fds[stage] = Doorbell.create_fd()
+        for name, ring in self._rings.items():
+            Ring.create(self.segments[name], ring.slots, ring.payload_bytes, ring.schema)
+        self.control = Control(self.segments["control"])
+        self.stats = Stats(self.segments["stats"])
+        Trace(self.segments["trace"])
+        Ledger(self.segments["ledger"], self.config.rows, self.config.max_len)
+
+    def boot_record(self, stage: str, ready_fd: int, listen_fd: int | None) -> Boot:
+        """Return what the child of `stage` needs to start, in the epoch that the control segment holds for it."""
+        own_rings = {name for name, ring in self._rings.items() if stage in (ring.producer, ring.consumer)}
+        shared = {"control", "stats", "trace", "ledger"}
+        return Boot(
+            stage=stage,
+            epoch=self.control.epoch(stage),
+            config=self.config,
+            segments={name: (s.fd, s.size) for name, s in self.segments.items() if name in shared | own_rings},
+            doorbells=self.doorbell_fds,
+            ready_fd=ready_fd,
+            listen_fd=listen_fd,
+            channels=self.channels,
+            supervisor_pid=os.getpid(),
+        )
+
+    def kick_all(self) -> None:
+        """Wake every stage, so that it looks at the state of the server."""
+        for stage, fd in self.doorbell_fds.items():
+            self.control.doorbell(stage, fd).kick()
+
+    def close(self) -> None:
+        """Close every descriptor; the kernel frees the memory with the last process that maps it."""
+        for segment in self.segments.values():
+            segment.close()
+        for fd in self.doorbell_fds.values():
+            os.close(fd)
+        self.segments.clear()
+        self.doorbell_fds.clear()

@@ -1,0 +1,128 @@
+"""One child process as its parent sees it: a pidfd that becomes readable when it ends, and a pipe on which it speaks.
+
+Owns the spawn, the end and the reaping of one child. It decides nothing: the supervisor does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import select
+import signal
+import subprocess
+import time
+from collections.abc import Mapping
+from typing import NamedTuple
+
+import orjson
+
+from procs.child_specs import ChildSpec, command
+from procs.server_memory import ServerMemory
+
+
+class Said(NamedTuple):
+    """One line of the ready pipe."""
+
+    event: str  # "progress", "ready" or "error"
+    text: str
+
+
+class StageProcess:
+    """A running (or dead, and not yet reaped) child of this process."""
+
+    def __init__(self, spec: ChildSpec, memory: ServerMemory, env: Mapping[str, str], listen_fd: int | None) -> None:
+        """Start the child. Raises OSError if the system has no room for another process."""
+        self.spec = spec
+        self.stage = spec.stage
+        self.is_ready = False
+        self.last_words = ""
+        self.error = ""
+        self.exited = False
+        self.silent = False  # the pipe is at its end: the child is dead, or about to be
+        self.started_s = time.monotonic()
+        self._unread = b""
+        self.ready_fd, child_end = os.pipe2(os.O_CLOEXEC)
+        os.set_blocking(self.ready_fd, False)
+        boot_fd = -1
+        try:
+            record = memory.boot_record(spec.stage, child_end, listen_fd if spec.listens else None)
+            boot_fd = record.to_memfd()
+            # A process group of its own: Ctrl-C in a terminal reaches the supervisor alone, which decides.
+            self._process = subprocess.Popen(
+                command(spec, boot_fd),
+                stdin=subprocess.DEVNULL,
+                pass_fds=[*record.fds, boot_fd],
+                env=env,
+                process_group=0,
+            )
+        except BaseException:
+            os.close(self.ready_fd)
+            raise
+        finally:
+            os.close(child_end)
+            if boot_fd >= 0:
+                os.close(boot_fd)
+        self.pid = self._process.pid
+        self.pidfd = os.pidfd_open(self.pid)
+
+    def listen(self) -> list[Said]:
+        """Return what the child has said since the last call. Never waits."""
+        while True:
+            try:
+                piece = os.read(self.ready_fd, 65536)
+            except BlockingIOError:
+                break
+            if not piece:
+                self.silent = True
+                break
+            self._unread += piece
+        *lines, self._unread = self._unread.split(b"\n")
+        said = [Said(**orjson.loads(line)) for line in lines]
+        for event, text in said:
+            self.is_ready |= event == "ready"
+            self.last_words = text or self.last_words
+            self.error = text if event == "error" and not self.error else self.error
+        return said
+
+    def wait_exit(self, seconds: float) -> bool:
+        """Wait for the end of the child; return whether it came. It is not reaped yet."""
+        if not self.exited:
+            poller = select.poll()
+            poller.register(self.pidfd, select.POLLIN)
+            self.exited = bool(poller.poll(max(0.0, seconds) * 1000))
+        return self.exited
+
+    def terminate(self) -> None:
+        """Ask the child to end."""
+        if not self.exited:
+            with contextlib.suppress(ProcessLookupError):
+                signal.pidfd_send_signal(self.pidfd, signal.SIGTERM)
+
+    def kill(self) -> None:
+        """Kill the child's process group, whatever of it is left."""
+        # Before the wait only: until then the kernel gives the number of the group to nobody else.
+        if self._process.returncode is None:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.pid, signal.SIGKILL)
+
+    def reap(self) -> int:
+        """Kill what is left of the child, collect it and return its status (negative: the signal that ended it)."""
+        if self._process.returncode is None:
+            self.kill()
+            self._process.wait()
+            os.close(self.pidfd)
+            os.close(self.ready_fd)
+            self.exited = True
+        return self._process.returncode
+
+    def how_it_ended(self) -> str:
+        """Reap the dead child and say why it ended, in its own words if it had any."""
+        assert self.exited
+        self.listen()
+        status = self.reap()
+        if self.error:
+            return self.error
+        if status < 0:
+            name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
+            return f"killed by {name}" + (" (is memory short?)" if -status == signal.SIGKILL else "")
+        return f"ended with status {status}, without a reason"

@@ -1,0 +1,257 @@
+"""The supervisor: parent of all stages. Creates what they share, starts, watches and stops them, and buries them.
+
+Owns the life and death of every process and the state word of the server. It opens no model, parses no request, and
+never returns while anything that it started is alive. Its signal handlers only enqueue.
+
+    STARTING --all ready--> READY --SIGTERM, SIGINT--> DRAINING --no open rows--> stopped in reverse: exit 0
+        drained too slowly: FAILED, the clients are told, then stopped in reverse all the same: exit 0
+        any stage ends by itself, with whatever status: FAILED, the clients are told, the rest is killed: exit 1
+        a second signal: everything is killed at once: exit 128 + its number
+"""
+
+from __future__ import annotations
+
+import os
+import selectors
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
+from procs.server_memory import ServerMemory
+from procs.signal_pipe import SignalPipe
+from procs.stage_process import StageProcess
+from shm.config import ServerConfig
+from shm.control import DRAINING, READY
+
+TELL_CLIENTS_SECONDS = 1.0  # after a death, for the frontend to send its error events and end
+LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
+LOOK_AGAIN_SECONDS = 0.02  # between two looks at the open rows
+
+assert TELL_CLIENTS_SECONDS + LAST_WORDS_SECONDS < 2, "from a death to the end of the server"
+
+
+class Report(Protocol):
+    """Who is told what happens; every call is made in the supervisor's thread."""
+
+    def progress(self, stage: str, text: str) -> None:
+        """A stage says what its start is busy with."""
+
+    def ready(self) -> None:
+        """Every stage serves."""
+
+    def note(self, text: str) -> None:
+        """Something worth a line."""
+
+    def failed(self, text: str) -> None:
+        """The server ended because of this. The last call."""
+
+
+class StageFailed(Exception):
+    """A stage ended, or did not get ready, by itself."""
+
+    def __init__(self, stage: str, reason: str) -> None:
+        super().__init__(f"{stage}: {reason}")
+        self.stage = stage
+
+
+class EndAtOnce(Exception):
+    """A second signal came."""
+
+    def __init__(self, caught: signal.Signals) -> None:
+        super().__init__(caught.name)
+        self.status = 128 + caught
+
+
+class Supervisor:
+    """One server, from its start to its end. `listener` is bound already and is closed by whoever opened it."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        listener: socket.socket,
+        report: Report,
+        specs: Sequence[ChildSpec] = CHILD_SPECS,
+        environ: Mapping[str, str] | None = None,
+    ) -> None:
+        self._config = config
+        self._listener = listener
+        self._report = report
+        self._specs = specs
+        self._environ = os.environ if environ is None else environ
+        self._children: list[StageProcess] = []
+        self._stopping = False
+
+    def run(self) -> int:
+        """Serve until told to stop, in the main thread. Return the exit status of the program.
+
+        Raises StartupError when there is too little shared memory. Nothing is left behind, however it ends.
+        """
+        self._memory = ServerMemory(self._config)
+        self._stats = self._memory.stats.writer("supervisor")
+        failure: StageFailed | None = None
+        status = 0
+        try:
+            with SignalPipe() as self._signals, selectors.DefaultSelector() as self._selector:
+                self._selector.register(self._signals, selectors.EVENT_READ, self._take_signals)
+                try:
+                    self._serve()
+                except StageFailed as error:
+                    failure, status = error, 1
+                    self._tell_clients(error.stage, str(error))
+                except EndAtOnce as end:
+                    status = end.status
+                    self._report.note(f"{end}: ended at once")
+                finally:
+                    self._bury()
+        finally:
+            self._memory.close()
+        if failure is not None:
+            self._report.failed(str(failure))
+        return status
+
+    def stop(self) -> None:
+        """Do as on SIGTERM. Safe in any thread while the server runs."""
+        self._signals.push(signal.SIGTERM)
+
+    def _serve(self) -> None:
+        control = self._memory.control
+        control.set_epoch("supervisor", 1)
+        control.set_pid("supervisor", os.getpid())
+        for spec in self._specs:
+            self._start(spec)
+        self._until(lambda: self._stopping or all(child.is_ready for child in self._children), self._check_deadlines)
+        if not self._stopping:
+            control.state = READY
+            self._memory.kick_all()
+            self._report.ready()
+            self._until(lambda: self._stopping)
+            self._drain()
+        for child in reversed(self._children):
+            self._stop(child)
+
+    def _start(self, spec: ChildSpec) -> None:
+        control = self._memory.control
+        control.set_epoch(spec.stage, control.epoch(spec.stage) + 1)
+        env = child_environment(spec, self._config, self._environ)
+        child = StageProcess(spec, self._memory, env, self._listener.fileno())
+        self._children.append(child)
+        control.set_pid(spec.stage, child.pid)
+        self._selector.register(child.ready_fd, selectors.EVENT_READ, lambda: self._hear(child))
+        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._died(child))
+
+    def _until(self, condition: Callable[[], bool], look: Callable[[], float | None] = lambda: None) -> None:
+        """Handle what comes until `condition()`. `look` is called every turn; it returns the seconds to the next."""
+        while not condition():
+            for key, _ in self._selector.select(look()):
+                key.data()
+
+    def _take_signals(self) -> None:
+        for caught in self._signals.take():
+            if self._stopping:
+                raise EndAtOnce(caught)
+            self._stopping = True
+
+    def _hear(self, child: StageProcess) -> None:
+        for event, text in child.listen():
+            if event == "error":
+                child.wait_exit(LAST_WORDS_SECONDS)  # it may be printing where it happened
+                raise self._failure(child, text)
+            if event == "progress":
+                self._report.progress(child.stage, text)
+        if child.silent:
+            self._selector.unregister(child.ready_fd)
+
+    def _died(self, child: StageProcess) -> None:
+        assert child.wait_exit(0)
+        raise self._failure(child, child.how_it_ended())
+
+    def _failure(self, child: StageProcess, reason: str) -> StageFailed:
+        self._stats.add("deaths_total")
+        return StageFailed(child.stage, reason)
+
+    def _check_deadlines(self) -> float | None:
+        """Return the seconds until the next stage that is starting runs out of time. Raises StageFailed if one has."""
+        now_s = time.monotonic()
+        starting = [child for child in self._children if not child.is_ready]
+        for child in starting:
+            if now_s - child.started_s > child.spec.ready_seconds:
+                busy = f"; the last it said was: {child.last_words}" if child.last_words else ""
+                raise self._failure(child, f"not ready after {child.spec.ready_seconds:g} s{busy}")
+        return min((child.started_s + child.spec.ready_seconds - now_s for child in starting), default=None)
+
+    def _open_rows(self) -> int:
+        frontend = self._memory.stats.read_stage("frontend")
+        return max(int(frontend[name]) for name in ("open_rows", "open_streams"))  # type: ignore[arg-type]
+
+    def _drain(self) -> None:
+        """Stop admission, and wait until no request is open or the time for it is over."""
+        self._memory.control.state = DRAINING
+        self._memory.kick_all()
+        seconds = self._config.drain_seconds
+        deadline_s = time.monotonic() + seconds
+        if open_rows := self._open_rows():
+            self._report.note(
+                f"finishing {open_rows} open requests, at most {seconds:g} s; a second signal ends at once"
+            )
+        # The frontend may have looked at the state just before and be about to open a row: look more than once.
+        empty_looks = 0
+
+        def finished() -> bool:
+            nonlocal empty_looks
+            empty_looks = 0 if self._open_rows() else empty_looks + 1
+            return empty_looks > 2 or time.monotonic() >= deadline_s
+
+        self._until(finished, lambda: LOOK_AGAIN_SECONDS)
+        if open_rows := self._open_rows():
+            self._report.note(f"{open_rows} requests were not finished after {seconds:g} s")
+            self._forget_all()
+            self._tell_clients("supervisor", f"it was shut down, and {seconds:g} s did not suffice for this request")
+
+    def _stop(self, child: StageProcess) -> None:
+        """Ask a child to end, kill it if it takes too long, and say so. From here on nobody's end is a failure."""
+        self._forget_all()
+        if not child.is_ready:  # it has nothing to finish
+            child.kill()
+        elif not child.exited:
+            child.terminate()
+            deadline_s = time.monotonic() + child.spec.stop_seconds
+            self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: None)
+            self._until(
+                lambda: child.wait_exit(0) or time.monotonic() >= deadline_s,
+                lambda: max(0.0, deadline_s - time.monotonic()),
+            )
+            self._selector.unregister(child.pidfd)
+        late = child.is_ready and not child.exited
+        status = child.reap()
+        if late:
+            self._report.note(f"{child.stage} did not stop within {child.spec.stop_seconds:g} s and was killed")
+        elif status and child.is_ready:
+            self._report.note(f"{child.stage} stopped with status {status}")
+
+    def _forget_all(self) -> None:
+        """Watch the signals only."""
+        for key in list(self._selector.get_map().values()):
+            if key.fileobj is not self._signals:
+                self._selector.unregister(key.fileobj)
+
+    def _tell_clients(self, stage: str, reason: str) -> None:
+        """Publish why `stage` ends the server, and give the frontend, if it lives, its time to tell every client."""
+        self._memory.control.fail(reason)
+        self._memory.kick_all()
+        for child in self._children:
+            if child.spec.listens and child.is_ready and child.stage != stage:
+                child.wait_exit(TELL_CLIENTS_SECONDS)
+
+    def _bury(self) -> None:
+        for child in self._children:
+            child.kill()
+        for child in self._children:
+            child.reap()
+
+
+def run(config: ServerConfig, listener: socket.socket, report: Report) -> int:
+    """Run a server of the default stages in this process; see Supervisor.run."""
+    return Supervisor(config, listener, report).run()

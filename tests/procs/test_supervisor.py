@@ -1,0 +1,246 @@
+"""The life of a server of fake stages: start, drain, every way to die, and nothing left in any of them."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import psutil
+import pytest
+
+ROOT = Path(__file__).resolve().parents[2]
+FRONTEND = {"stage": "frontend", "fake": "frontend 0 0"}
+GPU = {"stage": "gpu", "fake": "serve"}
+
+
+def runs(pid: int) -> bool:
+    """Whether the process is there and not merely waiting for its new parent, init, to collect it."""
+    try:
+        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+class Server:
+    """A fake server as a subprocess, and what it printed."""
+
+    def __init__(self, tmp_path: Path, *stages: dict[str, object], drain_seconds: float = 20) -> None:
+        self.log = tmp_path / "frontend.log"
+        order = json.dumps({"stages": stages, "drain_seconds": drain_seconds})
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "tests.procs.fake_server", order],
+            cwd=ROOT,
+            env={**os.environ, "FAKE_LOG": str(self.log)},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+        self.lines: list[str] = []
+        self.pids: dict[str, int] = {}
+
+    def wait_line(self, start: str) -> str:
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip("\n"))
+            if line.startswith(start):
+                self.note_children()
+                return self.lines[-1]
+        raise AssertionError(f"no line {start!r} in {self.lines}: {self.process.communicate()[1]}")
+
+    def note_children(self) -> None:
+        for child in psutil.Process(self.process.pid).children(recursive=True):
+            with contextlib.suppress(psutil.NoSuchProcess):
+                self.pids[" ".join(child.cmdline()).strip()] = child.pid
+
+    def end(self, seconds: float = 15) -> tuple[int, list[str]]:
+        out, self.errors = self.process.communicate(timeout=seconds)
+        self.lines += out.splitlines()
+        self.check_nothing_left()
+        return self.process.returncode, self.lines
+
+    def check_nothing_left(self) -> None:
+        deadline = time.monotonic() + 1
+        while alive := [name for name, pid in self.pids.items() if runs(pid)]:
+            assert time.monotonic() < deadline, alive
+            time.sleep(0.01)
+        left = [line for line in self.lines if line.startswith("left")]
+        assert left == ["left fds []", "left maps []"] or self.process.returncode == -signal.SIGKILL, left
+        port = next((int(line.split()[1]) for line in self.lines if line.startswith("port")), None)
+        if port is not None:
+            with socket.socket() as probe:
+                assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+@pytest.fixture
+def start(tmp_path: Path) -> Iterator[object]:
+    started: list[Server] = []
+
+    def one(*stages: dict[str, object], **more: float) -> Server:
+        started.append(Server(tmp_path, *stages, **more))
+        return started[-1]
+
+    yield one
+    for server in started:
+        if server.process.poll() is None:
+            server.process.kill()
+            server.process.communicate()
+
+
+def test_starts_reports_and_stops_in_reverse(start: type[Server]) -> None:
+    server = start(GPU, {"stage": "scheduler", "fake": "serve"}, FRONTEND)
+    server.wait_line("ready")
+    titles = sorted(title for title in server.pids if title.startswith("stepahead: "))
+    assert titles == ["stepahead: frontend", "stepahead: gpu", "stepahead: scheduler"]
+    server.process.send_signal(signal.SIGTERM)
+    status, lines = server.end()
+    assert status == 0, server.errors
+    assert not [line for line in lines if line.startswith(("note", "failed"))]
+
+
+@pytest.mark.parametrize(
+    ("fake", "reason"),
+    [
+        ("when ready: exit 0", "gpu: ended with status 0, without a reason"),
+        ("when ready: exit 3", "gpu: ended with status 3, without a reason"),
+        ("when ready: killed", "gpu: killed by SIGKILL (is memory short?)"),
+        ("when ready: crash", "gpu: RuntimeError: boom"),
+        ("when ready: crash in a thread", "gpu: ZeroDivisionError: integer division or modulo by zero"),
+        ("dead before boot", "gpu: ended with status 7, without a reason"),
+        ("at start: exit 0", "gpu: ended with status 0, without a reason"),
+        ("at start: user's fault", "gpu: the file is broken"),
+    ],
+)
+def test_every_death_of_a_stage_ends_the_server_with_its_reason(start: type[Server], fake: str, reason: str) -> None:
+    server = start({"stage": "gpu", "fake": fake}, {"stage": "frontend", "fake": "frontend 1 9"})
+    began = time.monotonic()
+    if fake.startswith("when ready"):
+        server.wait_line("ready")
+        began = time.monotonic()
+    status, lines = server.end()
+    assert status == 1
+    assert [line for line in lines if line.startswith("failed")] == [f"failed {reason}"]
+    if fake.startswith("when ready"):
+        assert time.monotonic() - began < 2
+        assert server.log.read_text() == reason  # the clients were told
+    assert ("Traceback" in server.errors) == ("crash" in fake)
+
+
+def test_a_dead_frontend_has_nobody_to_tell(start: type[Server]) -> None:
+    server = start(GPU, {"stage": "frontend", "fake": "when ready: killed"})
+    server.wait_line("ready")
+    began = time.monotonic()
+    assert server.end()[0] == 1
+    assert time.monotonic() - began < 1
+
+
+def test_a_frontend_that_does_not_end_is_given_its_second_and_no_more(start: type[Server]) -> None:
+    server = start({"stage": "gpu", "fake": "when ready: killed"}, {"stage": "frontend", "fake": "deaf"})
+    server.wait_line("ready")
+    began = time.monotonic()
+    assert server.end()[0] == 1
+    assert 0.8 < time.monotonic() - began < 2
+
+
+def test_a_hung_start_fails_with_its_last_words(start: type[Server]) -> None:
+    server = start({"stage": "gpu", "fake": "hang", "ready_seconds": 1.5}, FRONTEND)
+    status, lines = server.end()
+    assert status == 1
+    assert "progress gpu: counting sheep" in lines
+    assert lines[-3] == "failed gpu: not ready after 1.5 s; the last it said was: counting sheep"
+
+
+def test_draining_waits_for_open_rows(start: type[Server]) -> None:
+    server = start(GPU, {"stage": "frontend", "fake": "frontend 3 0.5"})
+    server.wait_line("ready")
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    status, lines = server.end()
+    assert status == 0
+    assert 0.5 < time.monotonic() - began < 3
+    assert "note finishing 3 open requests, at most 20 s; a second signal ends at once" in lines
+    assert not server.log.exists()
+
+
+def test_draining_too_long_tells_the_clients_and_is_no_failure(start: type[Server]) -> None:
+    server = start(GPU, {"stage": "frontend", "fake": "frontend 3 60"}, drain_seconds=0.3)
+    server.wait_line("ready")
+    server.process.send_signal(signal.SIGINT)
+    status, lines = server.end()
+    assert status == 0
+    assert "note 3 requests were not finished after 0.3 s" in lines
+    assert "it was shut down" in server.log.read_text()
+
+
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
+def test_a_second_signal_ends_at_once(start: type[Server], second: signal.Signals) -> None:
+    server = start(GPU, {"stage": "frontend", "fake": "frontend 3 60"})
+    server.wait_line("ready")
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_line("note finishing")
+    began = time.monotonic()
+    server.process.send_signal(second)
+    status, _ = server.end()
+    assert status == 128 + second
+    assert time.monotonic() - began < 1
+
+
+def test_a_death_while_draining_is_a_failure(start: type[Server]) -> None:
+    server = start(GPU, {"stage": "frontend", "fake": "frontend 3 60"})
+    server.wait_line("ready")
+    server.process.send_signal(signal.SIGTERM)
+    server.wait_line("note finishing")
+    os.kill(server.pids["stepahead: gpu"], signal.SIGKILL)
+    status, lines = server.end()
+    assert status == 1
+    assert any(line.startswith("failed gpu: killed by SIGKILL") for line in lines)
+
+
+def test_a_stage_that_ignores_sigterm_is_killed(start: type[Server]) -> None:
+    server = start({"stage": "gpu", "fake": "deaf", "stop_seconds": 0.5}, FRONTEND)
+    server.wait_line("ready")
+    server.process.send_signal(signal.SIGTERM)
+    status, lines = server.end()
+    assert status == 0
+    assert "note gpu did not stop within 0.5 s and was killed" in lines
+
+
+def test_a_stage_that_stops_badly_is_noted(start: type[Server]) -> None:
+    server = start({"stage": "gpu", "fake": "says bad things at the end"}, FRONTEND)
+    server.wait_line("ready")
+    server.process.send_signal(signal.SIGTERM)
+    status, lines = server.end()
+    assert status == 0
+    assert "note gpu stopped with status 5" in lines
+
+
+def test_sigterm_during_the_start_stops_it(start: type[Server]) -> None:
+    server = start({"stage": "gpu", "fake": "hang"}, FRONTEND)
+    server.wait_line("progress gpu")
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+    assert time.monotonic() - began < 2
+
+
+def test_children_of_children_go_too(start: type[Server]) -> None:
+    server = start({"stage": "gpu", "fake": "with a child"}, FRONTEND)
+    server.wait_line("ready")
+    assert "sleep 60" in server.pids
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+
+
+def test_the_death_of_the_supervisor_takes_its_children_along(start: type[Server]) -> None:
+    server = start(GPU, {"stage": "scheduler", "fake": "serve"}, FRONTEND)
+    server.wait_line("ready")
+    assert len(server.pids) == 3
+    server.process.kill()
+    assert server.end()[0] == -signal.SIGKILL
