@@ -1,0 +1,252 @@
+"""The rows' way through the scheduler: queued, admitted, topped up, retracted, ended.
+
+Owns the queue, the batch state, the page pool, the prefix cache and the scheduler's planes of the ledger. It never
+talks to the device (a step is planned in `sched_steps`), never chooses (that is `policy`), and works row by row only
+for rows that begin, end or need pages.
+
+Everything here can be rebuilt from the ledger: a fresh scheduler queues every live row again with prompt and output
+so far.
+
+Why the pages of a row that ends are free at once, though a step in flight may still write to them. Say the row ended
+in step N, and step N+1, queued already, still has it. Its page P goes to another row, whose slot writes travel with
+step N+2 or later. (1) Step N+1 reads the slot table before its fence, and the slot writes of N+2 run behind that
+fence: N+1 finds the old row, so it writes to P and to no page that was never the old row's. (2) N+2's passes run
+behind N+1's on the forward stream. The new owner writes every position of P before it reads it, and those writes come
+after the surplus ones. (3) If P becomes part of a shared prefix, it does so when the result of the new owner's last
+chunk has been processed, so N+1 is long over, and no step that knows the old row is left to be queued. (4) If P is
+kept in the prefix cache by the old row itself, it holds counted positions only, and a step in flight writes at or
+beyond the count.
+"""
+
+import time
+from collections import OrderedDict
+
+import numpy as np
+from numpy.typing import NDArray
+
+from procs import policy
+from procs.batch_state import NO_STOP_ID, BatchState, Ints
+from procs.pages import PagePool, Pages
+from procs.prefix_cache import PrefixCache
+from shm.config import ServerConfig
+from shm.ledger import FINISH_ABORT, FINISH_NONE, FINISH_STOP, Ledger
+from shm.limits import MAX_STOP_TOKEN_IDS
+from shm.records import progress_record
+from shm.stats import StatsWriter
+
+NOT_LIVE = -1  # a generation that no row ever has
+
+
+class Rows:
+    """All rows that were handed to the scheduler and are not done."""
+
+    def __init__(self, config: ServerConfig, ledger: Ledger, stats: StatsWriter) -> None:
+        self.config = config
+        self.ledger = ledger
+        self.stats = stats
+        assert config.pages_per_row < config.pages, "a lone request always fits"
+        self._eos = np.array(config.model.eos_token_ids, dtype=np.int32)
+        width = MAX_STOP_TOKEN_IDS + len(self._eos)
+        self.state = BatchState(config.max_running, config.pages_per_row, config.page_size, config.window, width)
+        self.pool = PagePool(config.pages)
+        self.cache = PrefixCache(config.pages, config.page_size)
+        self.waiting: OrderedDict[int, int] = OrderedDict()  # ledger row -> generation, in the order of admission
+        self.outbox: list[NDArray[np.int32]] = []  # i32[4, n]: row, generation, count, finish, for the detokenizer
+        self.headroom = policy.HEADROOM_CALM
+        # By ledger row, so that looking for aborts and text stops is one comparison over all rows, queued or running.
+        self._live = np.full(config.rows, NOT_LIVE, dtype=np.int64)
+        self._entry_of = np.zeros(config.rows, dtype=np.int64)  # 0 = queued
+        self._refused: tuple[int, ...] = ()
+        self._admissions = 0
+
+    @property
+    def pages_available(self) -> int:
+        return self.pool.free + self.cache.evictable
+
+    # ------------------------------------------------------------------ in
+
+    def enqueue(self, row: int, generation: int) -> None:
+        """Queue a ledger row that the tokenizer made ready, with its prompt and whatever output it has.
+
+        Being told twice, or of an earlier life of the row, is harmless.
+        """
+        ledger = self.ledger
+        known = self._live[row] == generation or ledger.done[row] == generation
+        if known or ledger.ready[row] != generation:
+            return
+        assert self._live[row] == NOT_LIVE, "a row is given out again only after it was done"
+        self._live[row] = generation
+        self._entry_of[row] = 0
+        self.waiting[row] = generation
+        if ledger.begun[row] != generation:
+            ledger.count[row] = 0
+            ledger.finish[row] = FINISH_NONE
+            ledger.begun[row] = generation
+
+    # ------------------------------------------------------------------ running
+
+    def admit(self, slot_writes_left: int) -> int:
+        """Start the request at the head of the queue and return its entry, or 0 if it has to wait."""
+        state, ledger = self.state, self.ledger
+        if not self.waiting or not state.has_free_entry:
+            return 0
+        row, generation = next(iter(self.waiting.items()))
+        situation = (row, generation, self.pages_available, state.running, self.headroom)
+        if situation == self._refused:  # nothing changed since: do not walk the tree again in every step
+            return 0
+        prompt, outputs = int(ledger.prompt_len[row]), int(ledger.count[row])
+        fill = prompt + outputs
+        assert prompt > 0 and fill < self.config.max_len, f"row {row}: {prompt} prompt and {outputs} output tokens"
+        total = policy.pages_for_prompt(state, fill)
+        if total > slot_writes_left:
+            return 0
+        path = self.cache.match(ledger.tokens[row, :fill])
+        available = self.pages_available - self.cache.idle_on(path)
+        if not policy.may_admit(total - len(path), available, state.running, self.headroom):
+            self._refused = situation
+            return 0
+        del self.waiting[row]
+        self._admissions += 1
+        entry = state.begin(row, generation, self._admissions)
+        self._entry_of[row] = entry
+        self.cache.lock(path)
+        fresh = self._take(total - len(path))
+        state.append_pages(np.array([entry]), np.array([total]), np.concatenate((path, fresh)))
+        state.set_path(entry, path)
+        hit = len(path) * state.page_size
+        state.prompt[entry], state.fill[entry], state.outputs[entry] = prompt, fill, outputs
+        state.cursor[entry] = state.counted[entry] = hit
+        state.limit[entry] = self.limit(row)
+        state.stop_ids[entry] = self.stop_ids(row)
+        stats = self.stats
+        stats.add("admitted_total")
+        stats.add("prompt_tokens_total", fill)
+        stats.add("prefix_hit_tokens_total", hit)
+        if outputs == 0:
+            stats.observe("queue_s", max(0, time.monotonic_ns() - int(ledger.arrival_ns[row])) * 1e-9)
+        return entry
+
+    def top_up(self) -> tuple[Ints, Ints, int]:
+        """Choose the next step's decode rows and fill each up to two windows beyond its count.
+
+        Makes room by evicting cached prefixes, then by retracting rows. Returns the entries, i64[n], the new pages'
+        places, i64[2, m] (entry and index in the row), and how many rows were retracted.
+        """
+        state = self.state
+        rows = policy.decode_rows(state)
+        wanted = policy.pages_wanted(state, rows)
+        retracted = 0
+        while (total := int(wanted.sum())) > self.pages_available:
+            self._retract(policy.retraction_victim(state))
+            retracted += 1
+            rows = policy.decode_rows(state)
+            wanted = policy.pages_wanted(state, rows)
+        if total == 0:
+            return rows, np.empty((2, 0), dtype=np.int64), retracted
+        needy = np.flatnonzero(wanted)
+        return rows, state.append_pages(rows[needy], wanted[needy], self._take(total)), retracted
+
+    def write_tokens(self, entries: Ints, tokens: NDArray[np.int32], taken: Ints) -> Ints:
+        """Append the first `taken` (i64[n]) of `tokens` (i32[window, n]) to the output of `entries`: tokens, then
+        counts.
+
+        Returns the new numbers of output tokens, i64[n].
+        """
+        state, ledger = self.state, self.ledger
+        rows, prompt, outputs = state.row[entries], state.prompt[entries], state.outputs[entries]
+        end = prompt + outputs
+        for offset, column in enumerate(tokens):
+            some = np.flatnonzero(taken > offset) if offset else slice(None)  # every row gains at least one
+            ledger.tokens[rows[some], end[some] + offset] = column[some]
+        outputs += taken
+        state.outputs[entries] = outputs
+        state.counted[entries] = prompt + outputs - 1
+        ledger.count[rows] = outputs
+        return outputs
+
+    def keep_prefix(self, entry: int) -> None:
+        """Let other requests find the row's full counted pages."""
+        state = self.state
+        full = int(state.counted[entry]) // state.page_size
+        known = int(state.path_len[entry])
+        if full > known:
+            tokens = self.ledger.tokens[int(state.row[entry]), : full * state.page_size]
+            path = self.cache.extend(state.path[entry, :known], tokens, state.pages[entry, :full])
+            state.set_path(entry, path)
+
+    # ------------------------------------------------------------------ out
+
+    def observe(self) -> None:
+        """End the rows that the detokenizer found a stop string in, then those that the frontend aborted."""
+        ledger = self.ledger
+        for flag, reason in ((ledger.text_stop, FINISH_STOP), (ledger.abort, FINISH_ABORT)):
+            rows = np.flatnonzero(flag == self._live)
+            if len(rows):
+                generations = self._live[rows]
+                reasons = np.full(len(rows), reason)
+                self.end(rows, reasons)
+                self.report(rows, generations, ledger.count[rows], reasons)
+
+    def end(self, rows: Ints, reasons: Ints) -> None:
+        """End ledger rows, i64[n], queued or running: finish, then done, then never touch them again."""
+        ledger = self.ledger
+        for row, entry in zip(rows.tolist(), self._entry_of[rows].tolist(), strict=True):
+            if entry:
+                self._release(entry)
+            else:
+                del self.waiting[row]
+        ledger.finish[rows] = reasons
+        ledger.done[rows] = self._live[rows]
+        self._live[rows] = NOT_LIVE
+        self._entry_of[rows] = 0
+        self.stats.add("finished_total", len(rows))
+        self.stats.add("aborted_total", int(np.count_nonzero(reasons == FINISH_ABORT)))
+        self.headroom = max(policy.HEADROOM_CALM, self.headroom - len(rows))
+
+    def report(self, rows: Ints, generations: Ints, counts: NDArray[np.generic], finishes: NDArray[np.generic]) -> None:
+        """Put a record for the detokenizer into the outbox, one column per ledger row."""
+        self.outbox.append(progress_record(rows, generations, counts, finishes))
+
+    def _retract(self, entry: int) -> None:
+        """Take a row out of the batch and queue it first. Its output so far becomes part of its prompt.
+
+        What a step in flight still produces for it is dropped, and computed again later to the same bits: arithmetic is
+        exact row by row, and randomness depends on seed and position alone.
+        """
+        row, generation = int(self.state.row[entry]), int(self.state.generation[entry])
+        self._release(entry)
+        self._entry_of[row] = 0
+        self.waiting[row] = generation
+        self.waiting.move_to_end(row, last=False)
+        self.headroom = policy.HEADROOM_TIGHT
+        self.stats.add("retractions_total")
+
+    def _release(self, entry: int) -> None:
+        """Free an entry and its pages at once (see above why that is right), keeping its counted pages in the cache."""
+        state = self.state
+        self.keep_prefix(entry)
+        self.pool.give(state.private_pages(entry))
+        self.cache.unlock(state.path[entry, : int(state.path_len[entry])])
+        state.page_count[entry] = state.path_len[entry] = 0
+        state.end(entry)
+
+    def _take(self, count: int) -> Pages:
+        if count > self.pool.free:
+            evicted = self.cache.evict(count - self.pool.free)
+            self.pool.give(evicted)
+            self.stats.add("evicted_pages_total", len(evicted))
+        return self.pool.take(count)
+
+    def limit(self, row: int) -> int:
+        """Output tokens at which the ledger row ends."""
+        return min(int(self.ledger.max_new[row]), self.config.max_len - int(self.ledger.prompt_len[row]))
+
+    def stop_ids(self, row: int) -> NDArray[np.int32]:
+        """i32[s]: the token ids that end the ledger row, the model's own among them unless it ignores those."""
+        eos = np.full_like(self._eos, NO_STOP_ID) if self.ledger.ignore_eos[row] else self._eos
+        return np.concatenate((self.ledger.stop_ids[row], eos))
+
+    @property
+    def pages_in_rows(self) -> int:
+        """Pages that belong to one row alone."""
+        return int((self.state.page_count - self.state.shared).sum())

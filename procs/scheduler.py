@@ -1,0 +1,188 @@
+"""The scheduler process: one step ahead of the device.
+
+Owns the loop and its I/O: intake in, steps out, results in, progress out. It never imports torch, never sees a token
+before the device has finished it, and waits in two places only: for the oldest step in flight, and, with nothing to
+run, on its own doorbell. What to run is decided in `policy`, what becomes of rows in `sched_rows`, of steps in
+`sched_steps`.
+
+    receive -> plan step N+1, push it while step N runs -> wait for step N -> work its result in -> tell the detokenizer
+
+With overlap two steps are in flight while it waits; without, one.
+"""
+
+import time
+from collections.abc import Callable
+
+from procs.sched_audit import check_conservation
+from procs.sched_recovery import recover
+from procs.sched_rows import Rows
+from procs.sched_steps import Steps
+from shm import child
+from shm.limits import STEPS_IN_FLIGHT
+from shm.records import ResultLayout, StepLayout, progress_rows_max, read_intake
+from shm.trace import What
+
+EPOCH_STEPS = 1 << 40  # steps that one scheduler may number: those of a later one are higher, whatever this one did
+
+
+class Scheduler:
+    def __init__(self, stage: child.Child) -> None:
+        config = stage.config
+        self._stage = stage
+        self._bell = stage.own_doorbell
+        self._stats = stage.stats_writer()
+        self._trace = stage.trace()
+        self._intake = stage.ring_consumer("intake")
+        self._queue = stage.ring_producer("step")
+        self._results = stage.ring_consumer("result")
+        self._progress = stage.ring_producer("progress")
+        # One view per slot, made once: a payload stays where it is.
+        step_layout, result_layout = StepLayout(config), ResultLayout(config)
+        self._step_views = [step_layout.view(payload) for payload in self._queue.ring.payloads]
+        self._result_views = [result_layout.view(payload) for payload in self._results.ring.payloads]
+        self._progress_rows = progress_rows_max(config)
+        self._depth = STEPS_IN_FLIGHT if config.overlap else 1
+        self._first_step = self._next_step = (stage.epoch - 1) * EPOCH_STEPS + 1
+        self._audited = False
+        self.rows = Rows(config, stage.ledger, self._stats)
+        self.steps = Steps(self.rows)
+
+    def run(self) -> None:
+        """Serve until SIGTERM; then end the steps in flight, and return."""
+        recover(self.rows)
+        self._tell()
+        self._export()
+        self._stage.ready()
+        while self.steps.in_flight or not self._stage.stopping:
+            self.turn()
+
+    def turn(self) -> None:
+        """One round of the loop: at most one step out and at most one result in."""
+        self._stage.beat()
+        self._receive()
+        in_flight = self.steps.in_flight
+        pushed = len(in_flight) < self._depth and not self._stage.stopping and self._push()
+        if len(in_flight) == self._depth or (in_flight and not pushed):
+            self._await_result()
+        elif not pushed:
+            self._idle()
+        self._tell()
+
+    # ------------------------------------------------------------------ in
+
+    def _receive(self) -> None:
+        """Queue what the tokenizer made ready; end what the frontend aborted or a stop string ended."""
+        begin = time.monotonic_ns()
+        received = self._intake.available()
+        for _ in range(received):
+            rows, generations = read_intake(self._intake.peek().payload)
+            for row, generation in zip(rows.tolist(), generations.tolist(), strict=True):
+                self.rows.enqueue(row, generation)
+            self._intake.release()
+        self.rows.observe()
+        if received:
+            self._trace.span(What.INTAKE, 0, begin, time.monotonic_ns())
+
+    # ------------------------------------------------------------------ out
+
+    def _push(self) -> bool:
+        """Plan the next step straight into the ring and publish it. False if there is nothing to run, or no space."""
+        if self._queue.space() == 0:  # only right after a restart, behind the steps of the scheduler before
+            return False
+        begin = time.monotonic_ns()
+        step = self._next_step
+        view = self._step_views[self._queue.head % len(self._step_views)]
+        flight = self.steps.plan(view, step)
+        planned = time.monotonic_ns()
+        if flight is None:
+            return False
+        self._next_step += 1
+        self._queue.publish(view.used_nbytes, view.kind, source_seq=step)
+        end = time.monotonic_ns()
+        self._trace.span(What.PLAN, step, begin, planned)
+        self._trace.span(What.PUSH, step, planned, end)
+        stats = self._stats
+        stats.add("steps_total")
+        stats.add("mixed_steps_total" if view.kind else "decode_steps_total")
+        stats.add("prepare_ns_total", end - begin)
+        stats.observe("prepare_s", (end - begin) * 1e-9)
+        self._audited = False
+        return True
+
+    def _tell(self) -> None:
+        """Tell the detokenizer what rows gained or ended: tokens, count, finish and done are in the ledger by now."""
+        outbox = self.rows.outbox
+        for record in outbox:
+            for begin in range(0, record.shape[1], self._progress_rows):
+                # The detokenizer always drains. If it is dead, what it missed is in the ledger.
+                self._wait(lambda: self._progress.space() > 0 or self._stage.stopping)
+                if self._progress.space() > 0:
+                    piece = record[:, begin : begin + self._progress_rows]
+                    self._progress.push(piece.copy(), source_seq=self._next_step - 1)
+        outbox.clear()
+
+    # ------------------------------------------------------------------ waiting
+
+    def _await_result(self) -> None:
+        """Wait for the oldest step in flight and work its result in.
+
+        With room for another step, a request that comes meanwhile ends the wait: it need not wait for the device.
+        """
+        results, intake = self._results, self._intake
+        begin = time.monotonic_ns()
+        if len(self.steps.in_flight) < self._depth:
+            self._bell.wait(lambda: results.available() > 0 or intake.available() > 0)
+        else:
+            self._wait(lambda: results.available() > 0)
+        end = time.monotonic_ns()
+        self._stats.add("wait_ns_total", end - begin)
+        self._trace.span(What.WAIT, self.steps.in_flight[0].step, begin, end)
+        if results.available() == 0:
+            return
+        slot = results.peek()
+        if slot.source_seq < self._first_step:  # of a scheduler that died: its rows were queued again
+            results.release()
+            self._stats.add("stale_results_total")
+            return
+        view = self._result_views[slot.seq % len(self._result_views)]
+        flight = self.steps.apply(view)
+        assert slot.source_seq == flight.step, f"result of step {slot.source_seq}, the oldest is {flight.step}"
+        results.release()
+        processed = time.monotonic_ns()
+        self._trace.span(What.PROCESS, flight.step, end, processed)
+        self._stats.add("process_ns_total", processed - end)
+        self._stats.observe("process_s", (processed - end) * 1e-9)
+        self._export()
+
+    def _idle(self) -> None:
+        """Nothing runs and nothing can: check that no page was lost, then wait on the doorbell."""
+        rows = self.rows
+        if not self._audited and not self._stage.stopping:
+            assert not rows.waiting and not rows.state.running, "work is waiting, and nothing runs"
+            check_conservation(rows)
+            self._audited = True
+            self._export()
+        self._tell()
+        self._bell.wait(lambda: self._intake.available() > 0 or self._stage.stopping)
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        while not self._bell.wait(ready):
+            self._stage.beat()
+
+    def _export(self) -> None:
+        rows, stats = self.rows, self._stats
+        stats.set("running", rows.state.running)
+        stats.set("queued", len(rows.waiting))
+        stats.set("pages_free", rows.pool.free)
+        stats.set("pages_cached", rows.cache.cached)
+        stats.set("pages_rows", rows.pages_in_rows)
+        stats.set("pages_total", rows.pool.usable)
+
+
+def main() -> None:
+    with child.start() as stage:
+        Scheduler(stage).run()
+
+
+if __name__ == "__main__":
+    main()
