@@ -1,4 +1,4 @@
-"""Encoding of prompts: short texts at once, on all cores; long ones on a thread of their own, so that short ones need
+"""Encoding of prompts: short texts at once; long ones on a thread of their own, so that short ones need
 not wait.
 
 Owns the model's tokenizer and that thread. Knows nothing of requests: a text comes with what is to be done with its
@@ -71,14 +71,14 @@ class PromptEncoder:
         return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def check_length(self, text: str, max_len: int, param: str) -> None:
-        """Raises BadRequest for a text that is too long whatever its tokens are: no token is longer than the longest."""
+        """Raises BadRequest for a text that is too long whatever its tokens are, none being longer than the longest."""
         if len(text) > max_len:
             normalizer = self._tokenizer.normalizer
             normal = text if normalizer is None else normalizer.normalize_str(text)
             check_text_length(len(normal), self._longest_token, max_len, param)
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
-        # "Fast" leaves out the offsets, which nobody reads; the library uses all cores and gives the GIL away.
+        # "Fast" leaves out the offsets, which nobody reads. The library gives the GIL away meanwhile.
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special) if texts else []
         return [encoding.ids for encoding in encodings]
 
