@@ -1,7 +1,7 @@
 """A model of a few lines whose every token depends on all tokens before it, through the page table, and its reference.
 
-Each slot of its cache holds a hash of token and position; the next token is a hash of the slots of all positions so far.
-A single wrong page, position, length or token changes everything that comes after it.
+Each slot of its cache holds a hash of token and position; the next token is a hash of the slots of all positions so
+far. A single wrong page, position, length or token changes everything that comes after it.
 """
 
 from dataclasses import dataclass

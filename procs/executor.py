@@ -1,0 +1,209 @@
+"""The gpu process: takes steps from the step ring, queues them on the device, and never waits for it.
+
+Owns the device, the model and the launch loop. It decides nothing: what a step computes is in its descriptor. The
+loop waits for the next descriptor (and for a free result slot) and for nothing else; a step's end is the business of
+the copy stream, which writes the result straight into the result ring and only then gives the step ring's slot back,
+because that slot is the pinned descriptor that the device may still read.
+
+Two threads, each with its own words: the launch loop (heartbeat, launch spans) and the copy stream (result head, step
+tail, all other counters).
+"""
+
+import gc
+import sys
+import time
+from collections.abc import Callable
+from functools import partial
+
+from gpu.device.host import HostDevice
+from gpu.device.protocol import Device
+from gpu.lanes import ResultSlot, StepSlot
+from gpu.step import StepProgram
+from gpu.warm_up import WarmUp
+from shm import child
+from shm.config import ServerConfig
+from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
+from shm.records import ResultLayout, StepLayout
+from shm.ring import RingConsumer, RingProducer
+from shm.stats import StatsWriter
+from shm.trace import TraceWriter, What
+
+SWITCH_INTERVAL_S = 5e-5  # how long a stream may have to wait for the interpreter lock, see gpu.device.host
+LAUNCH_LANE, RESULT_LANE = 0, 1  # trace lanes
+
+
+class Results:
+    """The copy stream's part of a step's end: publish, give back, count. Runs on that stream's thread alone."""
+
+    def __init__(self, steps: RingConsumer, results: RingProducer, stats: StatsWriter, trace: TraceWriter) -> None:
+        self._steps = steps
+        self._results = results
+        self._stats = stats
+        self._trace = trace
+        self._last_end_ns = 0
+        self.published = 0  # read by the launch loop
+
+    def complete(self, slot: ResultSlot, seq: int, pushed_ns: int, decode_rows: int) -> None:
+        """Publish the result in `slot` of step ring record `seq`, which was pushed at `pushed_ns`."""
+        begin_ns = time.monotonic_ns()
+        self._results.publish(slot.buffer.nbytes, source_seq=seq)
+        self.published += 1
+        self._steps.release()  # last: the scheduler may fill it again from here on
+        view = slot.view
+        self._count(view.begin_ns, view.end_ns, pushed_ns, decode_rows)
+        self._trace.span(What.STEP, view.step, view.begin_ns, view.end_ns)
+        self._trace.span(What.RESULT, view.step, begin_ns, time.monotonic_ns())
+
+    def _count(self, begin_ns: int, end_ns: int, pushed_ns: int, decode_rows: int) -> None:
+        """Busy and idle time. Idle counts where there was something to do: the step was queued, or a row was running.
+
+        Starved: a row was running, and its next step was pushed only after the one before had ended.
+        """
+        stats = self._stats
+        stats.add("steps_total")
+        stats.add("device_busy_ns_total", end_ns - begin_ns)
+        stats.observe("step_s", (end_ns - begin_ns) / 1e9)
+        late = pushed_ns > self._last_end_ns
+        if self._last_end_ns and (decode_rows or not late):
+            gap_ns = max(0, begin_ns - self._last_end_ns)
+            stats.add("gaps_total")
+            stats.add("device_idle_ns_total", gap_ns)
+            stats.observe("step_gap_s", gap_ns / 1e9)
+            if late:
+                stats.add("starved_total")
+        self._last_end_ns = end_ns
+
+
+class Executor:
+    """The launch loop. All of its calls come from one thread."""
+
+    def __init__(
+        self,
+        config: ServerConfig,
+        device: Device,
+        program: StepProgram,
+        rings: tuple[RingConsumer, RingProducer],
+        stats: StatsWriter,
+        traces: tuple[TraceWriter, TraceWriter],
+    ) -> None:
+        """rings: step and result. traces: the lanes of the launch loop and of the copy stream."""
+        steps, results = rings
+        steps.resume_after(results.last_source_seq)  # a predecessor may have died between its two stores
+        self._device = device
+        self._program = program
+        self._steps, self._results = steps, results
+        self._stats = stats
+        self._trace = traces[LAUNCH_LANE]
+        self._end = Results(steps, results, stats, traces[RESULT_LANE])
+        step_layout, result_layout = StepLayout(config), ResultLayout(config)
+        self._step_slots = [
+            StepSlot(device.pinned(payload, f"step ring {i}"), step_layout.view(payload))
+            for i, payload in enumerate(steps.ring.payloads)
+        ]
+        self._result_slots = [
+            ResultSlot(device.pinned(payload, f"result ring {i}"), result_layout.view(payload))
+            for i, payload in enumerate(results.ring.payloads)
+        ]
+        self._next = steps.tail  # seq of the next step to launch; the ring's own tail follows as steps end
+        self._next_result = results.head
+        self._launched = 0
+
+    def serve(self, bell: Doorbell, beat: Callable[[], None], stopping: Callable[[], bool]) -> None:
+        """Launch steps until `stopping()` and nothing is queued. Raises DeviceError once the device has failed."""
+        while True:
+            beat()
+            self._device.check()
+            if bell.wait(self._ready):
+                self.launch_next()
+            elif stopping():
+                return
+
+    def launch_next(self) -> None:
+        """Queue the next step on the device. Call only when one is there."""
+        begin_ns = time.monotonic_ns()
+        assert self._credit() > 0, "a step is launched only with its result slot reserved"
+        record = self._steps.ring.read(self._next)
+        step = self._step_slots[self._next % len(self._step_slots)]
+        result = self._result_slots[self._next_result % len(self._result_slots)]
+        number, decode_rows = step.view.step, step.view.n_decode
+        complete = partial(self._end.complete, result, self._next, record.time_ns, decode_rows)
+        mixed = step.view.n_chunks > 0
+        self._program.enqueue(step, result, complete)
+        self._next += 1
+        self._next_result += 1
+        self._launched += 1
+        end_ns = time.monotonic_ns()
+        self._stats.add("mixed_steps_total" if mixed else "decode_steps_total")
+        if not mixed:
+            self._stats.add("graph_replays_total")
+        self._stats.add("launch_ns_total", end_ns - begin_ns)
+        self._trace.span(What.LAUNCH, number, begin_ns, end_ns)
+
+    def _ready(self) -> bool:
+        if self._steps.ring.head == self._next or self._credit() <= 0:  # SYNC ring-published
+            return False
+        if not STORES_ARE_ORDERED:
+            fence()
+        return True
+
+    def _credit(self) -> int:
+        """Free result slots that no step in flight has a claim on.
+
+        `published` is read before `space`: a result published in between is then counted against us, never for us.
+        """
+        in_flight = self._launched - self._end.published
+        return self._results.space() - in_flight
+
+
+def build_program(stage: child.Child, device: Device) -> StepProgram:
+    """Open the weights and make the model and its step program. Raises StartupError for what the user can mend."""
+    from gpu.kernels.sampling import sample
+    from gpu.models.llama import HostLlama
+
+    from gpu.models.weights import open_weights
+
+    config = stage.config
+    try:
+        model = HostLlama(
+            config.model,
+            open_weights(config.model),
+            dtype=config.dtype,
+            page_size=config.page_size,
+            pages=config.pages,
+            pages_per_row=config.pages_per_row,
+            max_tokens=config.max_running + config.prefill_chunk,
+            max_seqs=ResultLayout(config).max_rows,
+            threads=config.threads,
+            progress=stage.progress,
+        )
+        return StepProgram(device, config, model, sample, stage.ledger.tokens)
+    except MemoryError as error:
+        raise child.StartupError(
+            f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
+        ) from error
+
+
+def main() -> None:
+    """Run the stage until SIGTERM."""
+    with child.start() as stage:
+        sys.setswitchinterval(SWITCH_INTERVAL_S)
+        stage.progress(f"loading {stage.config.model.name}")
+        device = HostDevice()
+        program = build_program(stage, device)
+        stats = stage.stats_writer()
+        begin_ns = time.monotonic_ns()
+        graphs = WarmUp(device, stage.config, program).run(stage.progress)
+        traces = stage.trace(LAUNCH_LANE), stage.trace(RESULT_LANE)
+        traces[LAUNCH_LANE].span(What.CAPTURE, 0, begin_ns, time.monotonic_ns())
+        stats.add("captures_total", graphs)
+        stats.set("graphs", graphs)
+        rings = stage.ring_consumer("step"), stage.ring_producer("result")
+        executor = Executor(stage.config, device, program, rings, stats, traces)
+        gc.freeze()  # what is here now stays: no collection needs to look at it again
+        stage.ready(f"{graphs} graphs")
+        executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)
+        device.close()
+
+
+if __name__ == "__main__":
+    main()
