@@ -1,21 +1,27 @@
 """Signals as bytes in a pipe: handlers do nothing, whoever waits on the pipe decides.
 
 Owns the handlers of SIGTERM and SIGINT while it is open, and puts the earlier ones back. Only the main thread may open
-it; any thread may push.
+it; any thread may ask.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import threading
 from types import TracebackType
 from typing import Self
 
 CAUGHT = (signal.SIGTERM, signal.SIGINT)
+ASKED = 0  # not a signal: another thread asks for the end
 
 
 class SignalPipe:
-    """A context manager. `fileno()` becomes readable when a signal came; `take()` returns those that did."""
+    """A context manager. `fileno()` becomes readable when something came; `take()` returns what did."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._write = -1
 
     def __enter__(self) -> Self:
         self._read, self._write = os.pipe2(os.O_CLOEXEC | os.O_NONBLOCK)
@@ -29,20 +35,24 @@ class SignalPipe:
         for caught, handler in self._before.items():
             signal.signal(caught, handler)
         signal.set_wakeup_fd(self._wakeup_before)
-        os.close(self._read)
-        os.close(self._write)
+        with self._lock:
+            os.close(self._read)
+            os.close(self._write)
+            self._write = -1
 
     def fileno(self) -> int:
         return self._read
 
-    def push(self, caught: signal.Signals) -> None:
-        """Do as if the signal had come. Safe in any thread while the pipe is open."""
-        os.write(self._write, bytes([caught]))
+    def ask(self) -> None:
+        """Put ASKED into the pipe; nothing happens if it is closed. Safe in any thread."""
+        with self._lock:
+            if self._write >= 0:
+                os.write(self._write, bytes([ASKED]))
 
-    def take(self) -> list[signal.Signals]:
-        """Return the signals that came since the last call, in order; those that nobody asked for are left out."""
+    def take(self) -> list[int]:
+        """Return the signals that came since the last call, in order, ASKED among them; others are left out."""
         try:
-            return [signal.Signals(number) for number in os.read(self._read, 256) if number in CAUGHT]
+            return [number for number in os.read(self._read, 256) if number in (*CAUGHT, ASKED)]
         except BlockingIOError:
             return []
 

@@ -21,7 +21,7 @@ from typing import Protocol
 
 from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
 from procs.server_memory import ServerMemory
-from procs.signal_pipe import SignalPipe
+from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import StageProcess
 from shm.config import ServerConfig
 from shm.control import DRAINING, READY
@@ -60,41 +60,45 @@ class StageFailed(Exception):
 class EndAtOnce(Exception):
     """A second signal came."""
 
-    def __init__(self, caught: signal.Signals) -> None:
-        super().__init__(caught.name)
+    def __init__(self, caught: int) -> None:
+        super().__init__(signal.Signals(caught).name)
         self.status = 128 + caught
 
 
 class Supervisor:
-    """One server, from its start to its end. `listener` is bound already and is closed by whoever opened it."""
+    """One server, from its start to its end. `listener` is bound already and is closed by whoever opened it.
+
+    `interrupted_by` is the signal that ended it, 0 if none did.
+    """
 
     def __init__(
         self,
         config: ServerConfig,
         listener: socket.socket,
-        report: Report,
         specs: Sequence[ChildSpec] = CHILD_SPECS,
         environ: Mapping[str, str] | None = None,
     ) -> None:
         self._config = config
         self._listener = listener
-        self._report = report
         self._specs = specs
         self._environ = os.environ if environ is None else environ
         self._children: list[StageProcess] = []
+        self._signals = SignalPipe()
         self._stopping = False
+        self.interrupted_by = 0
 
-    def run(self) -> int:
+    def run(self, report: Report) -> int:
         """Serve until told to stop, in the main thread. Return the exit status of the program.
 
         Raises StartupError when there is too little shared memory. Nothing is left behind, however it ends.
         """
+        self._report = report
         self._memory = ServerMemory(self._config)
         self._stats = self._memory.stats.writer("supervisor")
         failure: StageFailed | None = None
         status = 0
         try:
-            with SignalPipe() as self._signals, selectors.DefaultSelector() as self._selector:
+            with self._signals, selectors.DefaultSelector() as self._selector:
                 self._selector.register(self._signals, selectors.EVENT_READ, self._take_signals)
                 try:
                     self._serve()
@@ -113,8 +117,8 @@ class Supervisor:
         return status
 
     def stop(self) -> None:
-        """Do as on SIGTERM. Safe in any thread while the server runs."""
-        self._signals.push(signal.SIGTERM)
+        """Do as on a first SIGTERM. Safe in any thread, at any time, any number of times."""
+        self._signals.ask()
 
     def _serve(self) -> None:
         control = self._memory.control
@@ -150,8 +154,10 @@ class Supervisor:
 
     def _take_signals(self) -> None:
         for caught in self._signals.take():
-            if self._stopping:
-                raise EndAtOnce(caught)
+            if caught != ASKED:
+                if self._stopping:
+                    raise EndAtOnce(caught)
+                self.interrupted_by = caught
             self._stopping = True
 
     def _hear(self, child: StageProcess) -> None:
@@ -250,8 +256,3 @@ class Supervisor:
             child.kill()
         for child in self._children:
             child.reap()
-
-
-def run(config: ServerConfig, listener: socket.socket, report: Report) -> int:
-    """Run a server of the default stages in this process; see Supervisor.run."""
-    return Supervisor(config, listener, report).run()

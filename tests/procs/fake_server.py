@@ -85,9 +85,9 @@ def main() -> int:
     port = listener.getsockname()[1]
     print(f"port {port}", flush=True)
     specs = [spec(**stage) for stage in order["stages"]]
-    supervisor = Supervisor(config(port, drain_seconds=order["drain_seconds"]), listener, Lines(), specs)
+    supervisor = Supervisor(config(port, drain_seconds=order["drain_seconds"]), listener, specs)
     try:
-        status = supervisor.run()
+        status = supervisor.run(Lines())
     finally:
         listener.close()
     del supervisor

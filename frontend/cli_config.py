@@ -1,0 +1,120 @@
+"""From the options of the command line to a ServerConfig: finds the model, works out what was not given.
+
+Owns the defaults that depend on the model and on the machine. Every fault of a value ends up as a CliError, one line
+that names the option. It starts nothing and keeps nothing open.
+"""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+from procs.model_download import Progress
+from procs.model_files import PACKAGED_MODELS, read_model_info, resolve_model
+from procs.model_memory import kv_bytes_per_token, memory_available, memory_needed, require_memory
+from shm.config import ConfigError, ModelInfo, ServerConfig
+
+KV_TOKENS_DEFAULT = 65536
+KV_TOKENS_LEAST = 2048  # below this a default is of no use: too little memory is told instead
+KV_MEMORY_SHARE = 0.5  # of what weights and processes leave free
+
+
+class CliError(Exception):
+    """One line for the user; the program ends with a status other than 0."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Wanted:
+    """The options as given; None = to be worked out."""
+
+    model: str
+    host: str
+    port: int
+    device: str
+    dtype: str
+    overlap: bool
+    max_running: int
+    max_queued: int
+    kv_tokens: int | None
+    page_size: int
+    max_len: int | None
+    prefill_chunk: int
+    drain_seconds: float
+    api_key: str | None = None
+    served_model_name: str | None = None
+    threads: int | None = None
+    poison: bool = False
+
+
+def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
+    """Find the model (downloading it, told to `progress`) and fill in what was not given.
+
+    Raises CliError for an option that cannot be, ModelError for a model that cannot be served or does not fit.
+    """
+    path = resolve_model(wanted.model, progress)
+    is_path = wanted.model not in PACKAGED_MODELS and Path(wanted.model).expanduser().exists()
+    info = read_model_info(path, None if is_path else wanted.model)
+    name = wanted.served_model_name or info.name
+    try:
+        config = _sized(wanted, info, name)
+    except ConfigError as error:
+        raise CliError(f"{flag(error.option)}: {error.message}") from None
+    require_memory(config)
+    return config
+
+
+def flag(option: str) -> str:
+    """Return how the user calls a field of the configuration."""
+    return "--" + option.replace("_", "-")
+
+
+def usable_cpus() -> int:
+    """Return the number of CPUs that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _sized(wanted: Wanted, info: ModelInfo, name: str) -> ServerConfig:
+    def build(kv_tokens: int, max_len: int) -> ServerConfig:
+        return ServerConfig(
+            model=info,
+            served_model_name=name,
+            host=wanted.host,
+            port=wanted.port,
+            device=wanted.device,  # type: ignore[arg-type]  # checked there
+            dtype=wanted.dtype,  # type: ignore[arg-type]
+            overlap=wanted.overlap,
+            max_running=wanted.max_running,
+            max_queued=wanted.max_queued,
+            kv_tokens=kv_tokens,
+            page_size=wanted.page_size,
+            max_len=max_len,
+            prefill_chunk=wanted.prefill_chunk,
+            api_key=wanted.api_key,
+            drain_seconds=wanted.drain_seconds,
+            threads=usable_cpus() if wanted.threads is None else wanted.threads,
+            poison=wanted.poison,
+        )
+
+    page = max(1, wanted.page_size)  # a page of 0 is refused below, by its name
+    least = _fit(wanted.max_len or 2, page)
+    kv_tokens = wanted.kv_tokens
+    if kv_tokens is None:
+        smallest = build(least, wanted.max_len or 2)
+        kv_tokens = max(least, _kv_tokens_default(smallest))
+    max_len = wanted.max_len or max(2, min(info.context_len, kv_tokens // page * page - 2))
+    return build(kv_tokens, max_len)
+
+
+def _fit(max_len: int, page_size: int) -> int:
+    """Return the tokens of the pages that one request of max_len and twice a window of 1 needs."""
+    return -(-(max_len + 2) // page_size) * page_size
+
+
+def _kv_tokens_default(smallest: ServerConfig) -> int:
+    """Return KV_TOKENS_DEFAULT, or less where KV_MEMORY_SHARE of the memory that is left holds less, in whole pages."""
+    need = memory_needed(smallest)
+    left = memory_available() - need.weights - need.processes
+    room = int(left * KV_MEMORY_SHARE) // kv_bytes_per_token(smallest.model, smallest.dtype)
+    tokens = min(KV_TOKENS_DEFAULT, max(KV_TOKENS_LEAST, room))
+    return tokens // smallest.page_size * smallest.page_size

@@ -1,0 +1,147 @@
+"""The options of the command line as types: names, defaults' meaning, help and what each one costs.
+
+Declares only. Values are checked where the configuration is made, not here, so that no rule stands in two places.
+"""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import typer
+
+LISTENING = "Where it listens"
+SERVING = "What it serves"
+HOLDING = "How much it holds at once (memory)"
+RUNNING = "How it runs"
+ANSWERING = "What it answers"
+
+Model = Annotated[
+    str,
+    typer.Argument(
+        metavar="MODEL",
+        help="A known name, a folder in Hugging Face layout (safetensors), a .gguf file, or a hub id (org/name). "
+        "The default is downloaded once (93 MB) and kept in the cache.",
+    ),
+]
+ModelOption = Annotated[
+    str, typer.Option("--model", "-m", help="What `serve` takes as MODEL.", rich_help_panel=SERVING)
+]
+
+Host = Annotated[
+    str,
+    typer.Option(
+        help="Address to bind. Beyond the loopback, anyone on the network can use the model: set --api-key then.",
+        rich_help_panel=LISTENING,
+    ),
+]
+Port = Annotated[int, typer.Option(help="TCP port; 0 takes a free one.", rich_help_panel=LISTENING)]
+ApiKey = Annotated[
+    str | None,
+    typer.Option(
+        envvar="STEPAHEAD_API_KEY",
+        help="Key that every route but /health and /ready demands. Given as an option it shows in the shell's history.",
+        rich_help_panel=LISTENING,
+    ),
+]
+ServedModelName = Annotated[
+    str | None,
+    typer.Option(help="Name that requests use for the model; by default its own.", rich_help_panel=SERVING),
+]
+Device = Annotated[
+    Literal["host"],
+    typer.Option(
+        help="What computes: the host device runs on the CPU, with a GPU's ordering rules.", rich_help_panel=RUNNING
+    ),
+]
+Dtype = Annotated[
+    Literal["int8", "float32", "bfloat16"],
+    typer.Option(
+        help="int8: exact integer arithmetic, fastest, 1 byte a weight. bfloat16: 2 bytes, and results may depend on "
+        "the batch where two tokens are nearly equal. float32: the reference, 4 bytes, slowest.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Overlap = Annotated[
+    bool,
+    typer.Option(
+        help="Prepare the next step while this one runs. Without it the device waits between steps; the answers are the "
+        "same.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Threads = Annotated[
+    int | None,
+    typer.Option(help="Threads that compute; by default as many as there are CPUs to use.", rich_help_panel=RUNNING),
+]
+PrefillChunk = Annotated[
+    int,
+    typer.Option(
+        help="Prompt tokens that one step computes at most. More: prompts are read faster, but running answers stall "
+        "for longer.",
+        rich_help_panel=RUNNING,
+    ),
+]
+MaxRunning = Annotated[
+    int,
+    typer.Option(
+        help="Requests that run at once. More: more tokens/s in all, fewer for each.", rich_help_panel=HOLDING
+    ),
+]
+MaxQueued = Annotated[
+    int,
+    typer.Option(
+        help="Requests that may wait; the next one gets 429 at once. Each costs 4 bytes per token of --max-len, used or "
+        "not.",
+        rich_help_panel=HOLDING,
+    ),
+]
+KvTokens = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens that the KV cache holds, of all requests and the prefix cache together; all of it is taken at the "
+        "start. Too few: requests are retracted and computed again. By default 65536, or what half of the free memory "
+        "holds.",
+        rich_help_panel=HOLDING,
+    ),
+]
+PageSize = Annotated[
+    int,
+    typer.Option(
+        help="Tokens per page. Larger: less book-keeping, more of the last page unused, coarser prefix cache.",
+        rich_help_panel=HOLDING,
+    ),
+]
+MaxLen = Annotated[
+    int | None,
+    typer.Option(
+        help="Tokens of one request, prompt and answer together; by default what the model and the KV cache allow. "
+        "Longer: 4 bytes a token for each of --max-running + --max-queued.",
+        rich_help_panel=HOLDING,
+    ),
+]
+DrainSeconds = Annotated[
+    float,
+    typer.Option(
+        help="On SIGTERM or Ctrl-C, how long running requests may take to finish. A second signal ends at once.",
+        rich_help_panel=RUNNING,
+    ),
+]
+Poison = Annotated[
+    bool, typer.Option(help="Debugging: overwrite memory that is given back. Slower.", rich_help_panel=RUNNING)
+]
+
+Text = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)]
+MaxTokens = Annotated[int, typer.Option(help="Tokens of the answer at most.", rich_help_panel=ANSWERING)]
+Temperature = Annotated[
+    float, typer.Option(help="0 always takes the likeliest token; higher is more random.", rich_help_panel=ANSWERING)
+]
+Seed = Annotated[
+    int | None, typer.Option(help="The same seed gives the same answer at any temperature.", rich_help_panel=ANSWERING)
+]
+Raw = Annotated[
+    bool,
+    typer.Option("--raw", help="Continue the text as it stands, without chat template.", rich_help_panel=ANSWERING),
+]
+SystemText = Annotated[
+    str | None, typer.Option("--system", help="A system message in front of the prompt.", rich_help_panel=ANSWERING)
+]
