@@ -1,5 +1,4 @@
-"""Encoding of prompts: short texts at once; long ones on a thread of their own, so that short ones need
-not wait.
+"""Encoding of prompts: short texts at once; long ones on a thread of their own, so that short ones need not wait.
 
 Owns the model's tokenizer and that thread. Knows nothing of requests: a text comes with what is to be done with its
 ids. May never block its caller for more than one group of short texts.

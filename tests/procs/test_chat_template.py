@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -126,3 +128,19 @@ def test_a_broken_template_is_told_at_the_start(source: str) -> None:
 @given(st.text(max_size=30))
 def test_content_comes_through_unchanged(text: str) -> None:
     assert render("<{{ messages[0].content }}>", user(text)) == f"<{text}>"
+
+
+@pytest.mark.model
+def test_the_default_model_s_template_gives_the_ids_on_record() -> None:
+    from procs.model_files import DEFAULT_MODEL, load_tokenizer, resolve_model
+    from procs.tokenizer import load_template
+
+    path = resolve_model(DEFAULT_MODEL)
+    tokenizer, template = load_tokenizer(path), load_template(str(path))
+    assert template is not None
+    lines = (Path(__file__).parent.parent / "data" / "smollm2_greedy.jsonl").read_text().splitlines()
+    chats = [line for line in map(json.loads, lines) if line["chat"]]
+    assert chats
+    for line in chats:
+        text = template.render(user(line["prompt"]))
+        assert tokenizer.encode(text, add_special_tokens=False).ids == line["prompt_ids"]

@@ -35,7 +35,7 @@ def plain_held(text: str, stops: list[str]) -> str:
     return next(text[at:] for at in range(len(text) + 1) if any(stop.startswith(text[at:]) for stop in stops))
 
 
-@settings(max_examples=500)
+@settings(max_examples=100)
 @given(pieces=st.lists(CHARS, max_size=8), stops=STOPS)
 @example(pieces=["aab"], stops=["b", "aab"])
 @example(pieces=["a", "ab", "a", "bb"], stops=["abab", "bab"])
@@ -55,7 +55,7 @@ def test_scan_is_the_plain_search(pieces: list[str], stops: list[str]) -> None:
     assert left + scan.flush() == seen
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(ids=st.lists(st.integers(0, VOCAB - 1), max_size=30), cuts=st.lists(st.integers(0, 30)), data=st.data())
 def test_output_does_not_depend_on_how_tokens_come(ids: list[int], cuts: list[int], data: st.DataObject) -> None:
     whole = TOKENIZER.decode(ids, skip_special_tokens=True)
@@ -81,7 +81,7 @@ def test_output_does_not_depend_on_how_tokens_come(ids: list[int], cuts: list[in
     assert several.stop_count == one_by_one.stop_count
 
 
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(ids=st.lists(st.integers(0, VOCAB - 1), min_size=1, max_size=30), data=st.data())
 def test_stop_count_is_the_token_that_completed_it(ids: list[int], data: st.DataObject) -> None:
     whole = TOKENIZER.decode(ids)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import random
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -41,7 +43,7 @@ def streamed(table: TextTable, ids: list[int]) -> str:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@settings(max_examples=150)
+@settings(max_examples=60)
 @given(data=st.data())
 def test_random_ids(kind: str, data: st.DataObject) -> None:
     ids = data.draw(st.lists(st.integers(0, SIZES[kind] - 1), max_size=40))
@@ -49,7 +51,7 @@ def test_random_ids(kind: str, data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("kind", ["byte level", "sentencepiece"])
-@settings(max_examples=300)
+@settings(max_examples=100)
 @given(data=BYTES)
 def test_random_bytes(kind: str, data: bytes) -> None:
     # Both small tokenizers have three special tokens first, then the 256 bytes in order.
@@ -57,7 +59,7 @@ def test_random_bytes(kind: str, data: bytes) -> None:
     assert streamed(TABLES[kind], ids) == KINDS[kind].decode(ids)
 
 
-@settings(max_examples=200)
+@settings(max_examples=100)
 @given(text=st.text(max_size=20), more=BYTES)
 def test_text_leaves_as_soon_as_its_last_byte_is_there(text: str, more: bytes) -> None:
     decoder = TABLES["byte level"].decoder()
@@ -103,3 +105,18 @@ def test_a_decoder_of_another_kind_is_refused(decoder: decoders.Decoder | None) 
         tokenizer.decoder = decoder
     with pytest.raises(UnknownDecoder):
         TextTable(tokenizer, 2)
+
+
+@pytest.mark.model
+def test_the_default_model() -> None:
+    from procs.model_files import DEFAULT_MODEL, load_tokenizer, read_model_info, resolve_model
+
+    path = resolve_model(DEFAULT_MODEL)
+    tokenizer, info = load_tokenizer(path), read_model_info(path)
+    table = TextTable(tokenizer, info.vocab_size, info.eos_token_ids)
+    draw = random.Random(1)
+    for _ in range(2000):
+        ids = draw.choices(range(info.vocab_size), k=20)
+        assert streamed(table, ids) == tokenizer.decode(ids)
+    for text in ("naïve 😀👩‍👩‍👧 日本語\r\n\t  é", "a" * 50, "١٢٣ \x00\x7f"):
+        assert streamed(table, tokenizer.encode(text).ids) == text
