@@ -118,7 +118,7 @@ Chunk = tuple[int, int, int, int, int]  # entry, ledger row, start, count, last
 
 
 class Bench:
-    """A step program with the mill, and a writer of descriptors. Each step has slots of its own, so nothing is reused."""
+    """A step program with the mill, and a writer of descriptors. Each step has slots of its own: nothing is reused."""
 
     def __init__(self, device: Device, config: ServerConfig, **options: Any) -> None:
         self.config = config

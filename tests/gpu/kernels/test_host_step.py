@@ -1,0 +1,174 @@
+"""The step's own kernels against plain Python, for any tables and any batch."""
+
+from typing import Any
+
+import numpy as np
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gpu.kernels.host_step import (
+    OK,
+    Rows,
+    Tables,
+    copy_ids,
+    explain,
+    gather_chunks,
+    gather_decode,
+    write_sampling,
+    write_slots,
+)
+
+PAGE, ENTRIES, PER_ROW, TOKENS = 4, 7, 5, 60
+CAP = PAGE * PER_ROW
+
+
+def tables(rng: np.random.Generator) -> Tables:
+    pages = rng.integers(1, 50, (ENTRIES, PER_ROW), np.int32)
+    pages[0] = 0
+    length = rng.integers(0, CAP, ENTRIES).astype(np.int32)
+    length[0] = 0
+    return Tables(
+        length=length,
+        token=rng.integers(0, 99, ENTRIES).astype(np.int32),
+        pages=pages,
+        real=rng.random((3, ENTRIES)).astype(np.float32),
+        top_k=rng.integers(0, 9, ENTRIES).astype(np.int32),
+        seed=rng.integers(0, 2**64, ENTRIES, np.uint64),
+    )
+
+
+def rows() -> Rows:
+    def ints(*shape: int) -> Any:
+        return np.full(shape, -7, np.int32)
+
+    return Rows(
+        tokens=ints(TOKENS),
+        positions=ints(TOKENS),
+        seqs=ints(TOKENS),
+        pages=ints(2 * ENTRIES, PER_ROW),
+        logit_rows=ints(2 * ENTRIES),
+        entries=ints(2 * ENTRIES),
+        lengths=ints(2 * ENTRIES),
+        places=ints(2 * ENTRIES),
+        real=np.zeros((3, 2 * ENTRIES), np.float32),
+        top_k=ints(2 * ENTRIES),
+        seed=np.zeros(2 * ENTRIES, np.uint64),
+    )
+
+
+def same_sample(t: Tables, r: Rows, sample: int, entry: int, length: int) -> None:
+    assert r.entries[sample] == entry
+    assert r.places[sample] == length
+    assert r.lengths[sample] == (length if entry else 0)
+    assert (r.real[:, sample] == t.real[:, entry]).all()
+    assert (r.top_k[sample], r.seed[sample]) == (t.top_k[entry], t.seed[entry])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.data())
+def test_a_gather_lays_out_decode_rows_padding_and_chunks(seed: int, data: st.DataObject) -> None:
+    rng = np.random.default_rng(seed)
+    t, r = tables(rng), rows()
+    order = data.draw(st.permutations(range(1, ENTRIES)))
+    live = data.draw(st.integers(0, 3))
+    padded = data.draw(st.integers(live, 4))
+    n_chunks = data.draw(st.integers(0, 3))
+    poison = data.draw(st.booleans())
+    entries = np.full(ENTRIES, 99, np.int32)  # beyond the live rows: never to be looked at
+    entries[:live] = order[:live]
+    chunks = np.full((6, ENTRIES), 99, np.int32)
+    ids = rng.integers(0, 99, 40).astype(np.int32)
+    for c in range(n_chunks):
+        start = data.draw(st.integers(0, CAP - 1))
+        count = data.draw(st.integers(1, min(12, CAP - start)))
+        chunks[:5, c] = order[live + c], 0, start, count, data.draw(st.integers(0, 1))
+    before = Tables(*(plane.copy() for plane in t))
+    assert gather_decode(t, entries, live, padded, r, PAGE, poison) == OK
+    assert gather_chunks(t, chunks, n_chunks, ids, padded, r, PAGE, poison) == OK
+
+    for i in range(padded):
+        entry = int(entries[i]) if i < live else 0
+        at = int(before.length[entry])
+        assert (r.tokens[i], r.positions[i], r.seqs[i], r.logit_rows[i]) == (before.token[entry], at, i, i)
+        used = at // PAGE + 1
+        assert (r.pages[i, :used] == before.pages[entry, :used]).all()
+        assert (r.pages[i, used:] == -7).all()
+        same_sample(before, r, i, entry, at + 1)
+    token, sample = padded, padded
+    for c in range(n_chunks):
+        entry, _, start, count, last, _ = chunks[:, c].tolist()
+        assert r.tokens[token : token + count].tolist() == ids[token - padded : token - padded + count].tolist()
+        assert r.positions[token : token + count].tolist() == list(range(start, start + count))
+        assert (r.seqs[token : token + count] == padded + c).all()
+        used = (start + count - 1) // PAGE + 1
+        assert (r.pages[padded + c, :used] == before.pages[entry, :used]).all()
+        token += count
+        if last:
+            assert r.logit_rows[sample] == token - 1
+            same_sample(before, r, sample, entry, start + count)
+            sample += 1
+    assert (r.tokens[token:] == -7).all()
+    assert (r.entries[sample:] == -7).all()
+
+    marked = {int(e) for e in chunks[0, :n_chunks]} if poison else set()
+    consumed = {int(e) for e in entries[:live]} if poison else set()
+    for entry in range(ENTRIES):
+        assert t.length[entry] == (-1 if entry in marked else before.length[entry])
+        assert t.token[entry] == (-1 if entry in marked | consumed else before.token[entry])
+    for name in ("pages", "real", "top_k", "seed"):  # a gather never writes a shared table
+        assert (getattr(t, name) == getattr(before, name)).all()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.tuples(st.integers(-1, 8), st.integers(-1, 6), st.integers(-1, 21)), max_size=12))
+def test_slot_writes_are_applied_in_order_up_to_the_first_bad_one(writes: list[tuple[int, int, int]]) -> None:
+    table = np.zeros((ENTRIES, PER_ROW), np.int32)
+    expected = table.copy()
+    planes = np.zeros((12, 3), np.int32)
+    bad = None
+    for i, (entry, index, page) in enumerate(writes):
+        planes[i] = entry, index, page
+        ok = 1 <= entry < ENTRIES and 0 <= index < PER_ROW and 1 <= page < 20
+        if not ok and bad is None:
+            bad = entry
+        if bad is None:
+            expected[entry, index] = page
+    fault = write_slots(table, planes.T, len(writes), 20)
+    assert (table == expected).all()
+    assert (fault == OK) == (bad is None)
+    if bad is not None:
+        assert f"entry {bad}" in explain(fault)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    st.integers(1, ENTRIES - 1), st.integers(0, 2**64 - 1), st.floats(0, 2, width=32), st.integers(0, 2**31 - 1)
+)  # fmt: skip
+def test_sampling_writes_carry_every_bit(entry: int, seed: int, value: float, top_k: int) -> None:
+    real, ks, seeds = np.zeros((3, ENTRIES), np.float32), np.zeros(ENTRIES, np.int32), np.zeros(ENTRIES, np.uint64)
+    writes = np.zeros((7, 4), np.int32)
+    bits = writes.view(np.float32)
+    writes[0, 0], writes[4, 0] = entry, top_k
+    bits[1, 0], bits[2, 0], bits[3, 0] = value, 0.5, 0.25
+    writes[5:, 0] = np.array([seed], np.uint64).view(np.int32)
+    assert write_sampling(real, ks, seeds, writes, bits, 1) == OK
+    assert (real[:, entry] == np.array([value, 0.5, 0.25], np.float32)).all()
+    assert (int(ks[entry]), int(seeds[entry])) == (top_k, seed)
+    others = np.arange(ENTRIES) != entry
+    assert not real[:, others].any()
+    assert not seeds[others].any()
+    writes[0, 0] = 0
+    assert "entry 0" in explain(write_sampling(real, ks, seeds, writes, bits, 1))
+
+
+def test_chunk_ids_come_end_to_end_and_never_from_outside_of_a_row() -> None:
+    plane = np.arange(40, dtype=np.int32).reshape(4, 10)
+    chunks = np.zeros((6, 3), np.int32)
+    chunks[:5, 0] = 1, 2, 3, 4, 0
+    chunks[:5, 1] = 5, 0, 8, 2, 1
+    ids = np.full(8, -7, np.int32)
+    assert copy_ids(chunks, 2, plane, ids) == OK
+    assert ids.tolist() == [23, 24, 25, 26, 8, 9, -7, -7]
+    for row, start, count in ((4, 0, 1), (-1, 0, 1), (0, 8, 3), (0, -1, 2), (0, 0, 0), (0, 0, 9)):
+        chunks[:5, 0] = 5, row, start, count, 0
+        assert "entry 5" in explain(copy_ids(chunks, 1, plane, ids))
