@@ -21,7 +21,8 @@ def decode_rows(state: BatchState) -> Ints:
     """
     ready = state.cursor == state.fill
     ready &= state.outputs + state.in_flight < state.limit
-    return np.flatnonzero(ready)
+    entries: Ints = ready.nonzero()[0]
+    return entries
 
 
 def pages_wanted(state: BatchState, rows: Ints) -> Ints:
@@ -43,7 +44,7 @@ def pages_for_prompt(state: BatchState, fill: int) -> int:
 
 def prefill_rows(state: BatchState) -> Ints:
     """Entries with positions left to put into a chunk, first come first."""
-    rows = np.flatnonzero(state.cursor < state.fill)
+    rows = (state.cursor < state.fill).nonzero()[0]
     return rows if len(rows) < 2 else rows[np.argsort(state.order[rows])]
 
 
@@ -78,10 +79,10 @@ def accept(
     The run is cut behind the first stop id; a stop id that lies beyond the limit does not count.
     """
     window = len(tokens)
-    stops = (tokens[:, :, None] == stop_ids).any(axis=2)
-    if window == 1:
-        return np.minimum(counts, room), stops[0] & (room > 0)
-    stops &= np.arange(window)[:, None] < counts
-    first = np.where(stops.any(axis=0), stops.argmax(axis=0), window)
+    hits = tokens[:, :, None] == stop_ids
+    first: Ints | int = window
+    if np.count_nonzero(hits):  # rare, and looking costs less than reducing
+        stops = hits.any(axis=2) & (np.arange(window)[:, None] < counts)
+        first = np.where(stops.any(axis=0), stops.argmax(axis=0), window)
     taken = np.minimum(np.minimum(counts, first + 1), room)
     return taken, first < taken

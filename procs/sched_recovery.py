@@ -22,6 +22,7 @@ def recover(rows: Rows) -> int:
     ready = ledger.ready.copy()
     known = (ready > 0) & (ready == ledger.generation)
     live = np.flatnonzero(known & (ledger.done != ready))
+    done = np.flatnonzero(known & (ledger.done == ready))
     live = live[np.argsort(ledger.arrival_ns[live], kind="stable")]
     for row in live.tolist():
         rows.enqueue(row, int(ready[row]))
@@ -31,7 +32,6 @@ def recover(rows: Rows) -> int:
         ended = np.flatnonzero(due)
         rows.end(begun[ended], due[ended])
         rows.report(begun, ready[begun], ledger.count[begun], due)
-    done = np.flatnonzero(known & (ledger.done == ready))
     if len(done):
         rows.report(done, ready[done], ledger.count[done], ledger.finish[done])
     return len(live)

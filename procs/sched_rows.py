@@ -31,7 +31,7 @@ from procs.prefix_cache import PrefixCache
 from shm.config import ServerConfig
 from shm.ledger import FINISH_ABORT, FINISH_NONE, FINISH_STOP, Ledger
 from shm.limits import MAX_STOP_TOKEN_IDS
-from shm.records import progress_record
+from shm.records import PROGRESS_PLANES
 from shm.stats import StatsWriter
 
 NOT_LIVE = -1  # a generation that no row ever has
@@ -180,7 +180,7 @@ class Rows:
         """End the rows that the detokenizer found a stop string in, then those that the frontend aborted."""
         ledger = self.ledger
         for flag, reason in ((ledger.text_stop, FINISH_STOP), (ledger.abort, FINISH_ABORT)):
-            rows = np.flatnonzero(flag == self._live)
+            rows = (flag == self._live).nonzero()[0]
             if len(rows):
                 generations = self._live[rows]
                 reasons = np.full(len(rows), reason)
@@ -205,7 +205,9 @@ class Rows:
 
     def report(self, rows: Ints, generations: Ints, counts: NDArray[np.generic], finishes: NDArray[np.generic]) -> None:
         """Put a record for the detokenizer into the outbox, one column per ledger row."""
-        self.outbox.append(progress_record(rows, generations, counts, finishes))
+        record = np.empty((PROGRESS_PLANES, len(rows)), dtype=np.int32)
+        record[0], record[1], record[2], record[3] = rows, generations, counts, finishes
+        self.outbox.append(record)
 
     def _retract(self, entry: int) -> None:
         """Take a row out of the batch and queue it first. Its output so far becomes part of its prompt.

@@ -14,7 +14,7 @@ from numpy.typing import NDArray
 from procs import policy
 from procs.batch_state import BatchState, Ints
 from procs.sched_rows import Rows
-from shm.ledger import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Ledger
+from shm.ledger import FINISH_LENGTH, FINISH_STOP, Ledger
 from shm.limits import STEPS_IN_FLIGHT
 from shm.records import STEP_DECODE, STEP_MIXED, ResultView, StepView
 
@@ -136,7 +136,7 @@ class Steps:
         produced = int(counts.sum())
         current = state.incarnation[entries] == flight.incarnations
         finals = entries[flight.decodes :][current[flight.decodes :]]
-        if not current.all():
+        if np.count_nonzero(current) < len(current):
             keep = np.flatnonzero(current)
             entries, counts, tokens = entries[keep], counts[keep], tokens[:, keep]
         taken = self._accept(entries, tokens, counts, finals) if len(entries) else 0
@@ -154,12 +154,13 @@ class Steps:
         limits = state.limit[entries]
         taken, stopped = policy.accept(tokens, counts, state.stop_ids[entries], limits - state.outputs[entries])
         outputs = rows.write_tokens(entries, tokens, taken)
-        finishes = np.where(stopped, FINISH_STOP, np.where(outputs == limits, FINISH_LENGTH, FINISH_NONE))
         ledger_rows, generations = state.row[entries], state.generation[entries]
         for entry in finals.tolist():
             rows.keep_prefix(entry)
-        ended = np.flatnonzero(finishes)
+        ended = (stopped | (outputs == limits)).nonzero()[0]
+        finishes = np.zeros(len(entries), dtype=np.int64)  # FINISH_NONE
         if len(ended):
+            finishes[ended] = np.where(stopped[ended], FINISH_STOP, FINISH_LENGTH)
             rows.end(ledger_rows[ended], finishes[ended])
         rows.report(ledger_rows, generations, outputs, finishes)
         return int(taken.sum())

@@ -1,8 +1,10 @@
-"""A device that is only its rules: relay, slot table and page contents, and a model that is a pure function of all tokens.
+"""A device that is only its rules: relay, slot table and page contents, and a model that is a pure function of all
+tokens.
 
-It runs step descriptors as the executor does, and asserts what a descriptor must guarantee: a position is written inside the
-row's reserved pages, an entry was published before it is read, and the cache of a row holds the row's own tokens. The
-content of a slot is a chain over all tokens up to it, so one wrong, stale or foreign page changes every later token.
+It runs step descriptors as the executor does, and asserts what a descriptor must guarantee: a position is written
+inside the row's reserved pages, an entry was published before it is read, and the cache of a row holds the row's own
+tokens. The content of a slot is a chain over all tokens up to it, so one wrong, stale or foreign page changes every
+later token.
 """
 
 from dataclasses import dataclass

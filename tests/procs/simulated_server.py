@@ -1,10 +1,12 @@
-"""Everything around the scheduler, in one thread and without rings: who sends requests, the device, and who reads tokens.
+"""Everything around the scheduler, in one thread and without rings: who sends requests, the device, and who reads
+tokens.
 
-Runs a workload turn by turn in the order of the scheduler's loop, and asserts after every turn what must always hold. When a
-queued step is really run, at once or only when its result is waited for, is part of the workload: a scheduler that runs
-ahead must be right in both cases.
+Runs a workload turn by turn in the order of the scheduler's loop, and asserts after every turn what must always hold.
+When a queued step is really run, at once or only when its result is waited for, is part of the workload: a scheduler
+that runs ahead must be right in both cases.
 """
 
+import time
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,6 +15,7 @@ import numpy as np
 
 from procs.prefix_cache import ROOT
 from procs.sched_audit import check_conservation
+from procs.sched_recovery import recover
 from procs.sched_rows import Rows
 from procs.sched_steps import Flight, Steps
 from shm.config import ServerConfig
@@ -22,6 +25,8 @@ from shm.records import ResultLayout, ResultView, StepLayout, StepView, read_pro
 from shm.segment import Segment
 from shm.stats import Stats
 from tests.procs.simulated_device import EOS, SimulatedDevice, chain, reference
+
+UNWRITTEN = -77  # what a payload holds where nobody wrote: nothing of it may be read
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Request:
         """Do the frontend's and the tokenizer's part."""
         self.row, self.generation = row, int(ledger.generation[row]) + 1
         ledger.generation[row] = self.generation
+        ledger.arrival_ns[row] = time.monotonic_ns()
         ledger.prompt_len[row] = len(self.prompt)
         ledger.tokens[row, : len(self.prompt)] = self.prompt
         ledger.max_new[row] = self.max_new
@@ -94,6 +100,15 @@ class SimulatedServer:
         self.rows = Rows(self.config, self.ledger, self.stats.writer("scheduler"))
         self.steps = Steps(self.rows)
 
+    def restart_scheduler(self) -> None:
+        """Kill the scheduler, wherever it is, and start another. The device still runs what it was given."""
+        while self.queued:
+            self._run_step(check=False)
+        self.results.clear()  # of the earlier scheduler's steps: dropped by their numbers
+        self.start_scheduler()
+        recover(self.rows)
+        self._read_progress()
+
     def total(self, name: str) -> Any:
         return self.stats.read_stage("scheduler")[name]
 
@@ -112,7 +127,7 @@ class SimulatedServer:
         self._arrive_and_abort()
         for request in self.intake:
             self.rows.enqueue(request.row, request.generation)
-        self.intake.clear()
+        self.intake.clear()  # the ring is released last: after a crash, records come again
         self.rows.observe()
         self._read_progress()
         self._check_flags()
@@ -146,7 +161,12 @@ class SimulatedServer:
         ledger = self.ledger
         for record in self.rows.outbox:
             for row, generation, count, finish in np.stack(read_progress(record), axis=1).tolist():
-                request = self.by_row[row]
+                request = self.by_row.get(row)
+                if request is None:  # told again after a restart
+                    assert finish and any(
+                        (r.row, r.generation, r.finish) == (row, generation, finish) for r in self.requests
+                    )
+                    continue
                 assert generation == request.generation and count >= request.count
                 request.count = count
                 begin = len(request.prompt)
@@ -184,7 +204,7 @@ class SimulatedServer:
     # ------------------------------------------------------------------ steps
 
     def _plan(self) -> bool:
-        payload = np.full(StepLayout(self.config).nbytes // 4, -77, dtype=np.int32)  # nothing unset may be read
+        payload = np.full(StepLayout(self.config).nbytes // 4, UNWRITTEN, dtype=np.int32)
         view = StepLayout(self.config).view(payload)
         flight = self.steps.plan(view, self.step + 1)
         if flight is None:
@@ -199,17 +219,21 @@ class SimulatedServer:
             if entry in admitted and request not in self.first_admissions:
                 assert all(other.arrival <= request.arrival for other in self.first_admissions), "the queue was jumped"
                 self.first_admissions.append(request)
-        result = ResultLayout(self.config).view(np.full(ResultLayout(self.config).nbytes // 4, -77, dtype=np.int32))
+        result = ResultLayout(self.config).view(
+            np.full(ResultLayout(self.config).nbytes // 4, UNWRITTEN, dtype=np.int32)
+        )
         self.queued.append((flight, view, result))
         if self.lazy[self.step % len(self.lazy)] == "0":
             while self.queued:
                 self._run_step()
         return True
 
-    def _run_step(self) -> None:
+    def _run_step(self, check: bool = True) -> None:
         flight, view, result = self.queued.popleft()
         ran = self.device.run(view, result)
         self.results.append(result)
+        if not check:
+            return
         state = self.rows.state
         cached = set(self.rows.cache.pages().tolist())
         for written in ran.written:

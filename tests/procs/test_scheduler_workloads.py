@@ -45,7 +45,7 @@ def requests(draw: st.DrawFn, max_len: int) -> Request:
     )
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=100, deadline=None)
 @given(st.data())
 def test_every_request_gets_its_own_tokens(data: st.DataObject) -> None:
     config = data.draw(configs())

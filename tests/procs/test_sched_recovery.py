@@ -1,0 +1,118 @@
+"""A scheduler dies, at whatever point, and a fresh one goes on from the ledger: nobody can tell from the answers."""
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from procs.sched_recovery import recover
+from procs.sched_rows import Rows
+from shm.ledger import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Ledger
+from shm.segment import Segment
+from shm.stats import Stats
+from tests.procs.simulated_device import EOS, tiny_config
+from tests.procs.simulated_server import Request, SimulatedServer, new_ledger
+
+
+class Killed(Exception):
+    pass
+
+
+def dies(method: Callable[..., Any], after: int, before: bool) -> Callable[..., Any]:
+    """`method`, dying at its call number `after`, before or after it does its work."""
+    calls = 0
+
+    def wrapped(*args: Any, **kwargs: Any) -> Any:
+        nonlocal calls
+        calls += 1
+        if calls == after and before:
+            raise Killed
+        result = method(*args, **kwargs)
+        if calls == after:
+            raise Killed
+        return result
+
+    return wrapped
+
+
+def requests() -> list[Request]:
+    return [
+        Request([1] * 9, 7, arrival=0),
+        Request([1, 2], 12, arrival=0, seed=1, ignore_eos=False),
+        Request([2] * 5, 3, arrival=2, text_stop=2),
+        Request([1] * 10, 9, arrival=3, abort_after=5),
+        Request([0], 5, arrival=4, stop_ids=(7, 9, 20, 21, 22)),
+    ]
+
+
+POINTS = ["enqueue", "admit", "top_up", "write_tokens", "keep_prefix", "end", "report", "_release", "_retract"]
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.sampled_from(POINTS),
+    st.integers(1, 40),
+    st.booleans(),
+    st.sampled_from(["0", "1", "10"]),
+    st.sampled_from([32, 64]),
+)
+def test_any_death_is_survived(point: str, after: int, before: bool, lazy: str, kv_tokens: int) -> None:
+    server = SimulatedServer(tiny_config(kv_tokens=kv_tokens, max_len=24), requests(), lazy)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Rows, point, dies(getattr(Rows, point), after, before))
+        try:
+            server.run()
+        except Killed:
+            patch.undo()
+            server.restart_scheduler()
+            server.run()
+
+
+@pytest.fixture
+def ledger() -> Ledger:
+    return new_ledger(tiny_config())
+
+
+def fresh(ledger: Ledger) -> Rows:
+    return Rows(tiny_config(), ledger, Stats(Segment.create("stats", Stats.size())).writer("scheduler"))
+
+
+def test_rows_come_back_oldest_first_and_only_live_ones(ledger: Ledger) -> None:
+    for row, arrival in ((0, 30), (1, 10), (2, 20), (3, 5), (4, 1)):
+        Request([1, 2], 4).write(ledger, row)
+        ledger.arrival_ns[row] = arrival
+    ledger.done[3] = 1
+    ledger.ready[4] = 0  # the tokenizer is still at it
+    rows = fresh(ledger)
+    assert recover(rows) == 3
+    assert list(rows.waiting) == [1, 2, 0]
+    rows.enqueue(1, 1)  # the intake record of before comes again
+    rows.enqueue(3, 1)
+    assert list(rows.waiting) == [1, 2, 0]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "stored", "due"),
+    [
+        ([9, 9], FINISH_NONE, FINISH_NONE),
+        ([9, EOS], FINISH_NONE, FINISH_STOP),
+        ([9, 9, 9, 9], FINISH_NONE, FINISH_LENGTH),
+        ([9, 9], FINISH_STOP, FINISH_STOP),
+        ([], FINISH_NONE, FINISH_NONE),
+    ],
+)
+def test_a_row_ends_as_its_newest_token_says(ledger: Ledger, outputs: list[int], stored: int, due: int) -> None:
+    Request([1, 2], 4, ignore_eos=False).write(ledger, 0)
+    ledger.begun[0] = 1
+    ledger.tokens[0, 2 : 2 + len(outputs)] = outputs
+    ledger.count[0] = len(outputs)
+    ledger.finish[0] = stored
+    rows = fresh(ledger)
+    recover(rows)
+    assert ledger.finish[0] == due
+    assert (ledger.done[0] == 1) == (due != FINISH_NONE) == (not rows.waiting)
+    reports = np.concatenate(rows.outbox, axis=1).T.tolist() if rows.outbox else []
+    assert reports == ([[0, 1, len(outputs), due]] if outputs else [])
