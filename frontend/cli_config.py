@@ -97,18 +97,14 @@ def _sized(wanted: Wanted, info: ModelInfo, name: str) -> ServerConfig:
         )
 
     page = max(1, wanted.page_size)  # a page of 0 is refused below, by its name
-    least = _fit(wanted.max_len or 2, page)
-    kv_tokens = wanted.kv_tokens
+    kv_tokens, max_len = wanted.kv_tokens, wanted.max_len
     if kv_tokens is None:
-        smallest = build(least, wanted.max_len or 2)
-        kv_tokens = max(least, _kv_tokens_default(smallest))
-    max_len = wanted.max_len or max(2, min(info.context_len, kv_tokens // page * page - 2))
+        least_len = 2 if max_len is None else max_len
+        least = -(-(least_len + 2) // page) * page  # what one such request and twice a window of 1 need
+        kv_tokens = max(least, _kv_tokens_default(build(least, least_len)))
+    if max_len is None:
+        max_len = max(2, min(info.context_len, kv_tokens // page * page - 2))
     return build(kv_tokens, max_len)
-
-
-def _fit(max_len: int, page_size: int) -> int:
-    """Return the tokens of the pages that one request of max_len and twice a window of 1 needs."""
-    return -(-(max_len + 2) // page_size) * page_size
 
 
 def _kv_tokens_default(smallest: ServerConfig) -> int:

@@ -64,8 +64,8 @@ Dtype = Annotated[
 Overlap = Annotated[
     bool,
     typer.Option(
-        help="Prepare the next step while this one runs. Without it the device waits between steps; the answers are the "
-        "same.",
+        help="Prepare the next step while this one runs. Without it the device waits between steps; the answers "
+        "are the same.",
         rich_help_panel=RUNNING,
     ),
 ]
@@ -90,8 +90,8 @@ MaxRunning = Annotated[
 MaxQueued = Annotated[
     int,
     typer.Option(
-        help="Requests that may wait; the next one gets 429 at once. Each costs 4 bytes per token of --max-len, used or "
-        "not.",
+        help="Requests that may wait; the next one gets 429 at once. Each costs 4 bytes per token of --max-len, used "
+        "or not.",
         rich_help_panel=HOLDING,
     ),
 ]

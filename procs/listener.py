@@ -12,6 +12,7 @@ import socket
 from shm.child import StartupError
 
 BACKLOG = 2048
+PORT_MAX = 65535
 
 
 def open_listener(host: str, port: int) -> socket.socket:
@@ -19,6 +20,8 @@ def open_listener(host: str, port: int) -> socket.socket:
 
     Raises StartupError, with one line for the user, for a port in use, an unknown host or a missing right.
     """
+    if not 0 <= port <= PORT_MAX:
+        raise StartupError(f"--port: must be 0 to {PORT_MAX}, got {port}")
     try:
         family, kind, protocol, _, address = socket.getaddrinfo(
             host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE

@@ -1,0 +1,114 @@
+"""Options become a configuration that can be served, or one line that names the option."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from frontend import cli_config
+from frontend.cli_config import KV_TOKENS_DEFAULT, CliError, Wanted, make_config, usable_cpus
+from procs.model_memory import kv_bytes_per_token
+from shm.config import ServerConfig
+from shm.tensor_map import ModelError
+from tests.model_factory import TinyLlama
+
+WANTED = Wanted(
+    model="",
+    host="127.0.0.1",
+    port=8000,
+    device="host",
+    dtype="int8",
+    overlap=True,
+    max_running=64,
+    max_queued=1024,
+    kv_tokens=None,
+    page_size=16,
+    max_len=None,
+    prefill_chunk=512,
+    drain_seconds=30.0,
+)
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TinyLlama(context=512).write_gguf(tmp_path_factory.mktemp("model") / "tiny.gguf")
+
+
+def made(model: Path, **changes: object) -> ServerConfig:
+    return make_config(replace(WANTED, model=str(model), **changes), lambda *_: None)  # type: ignore[arg-type]
+
+
+def test_what_was_not_given_is_worked_out(model: Path) -> None:
+    config = made(model)
+    assert (config.served_model_name, config.model.path) == ("tiny", str(model))
+    assert (config.kv_tokens, config.max_len, config.threads) == (KV_TOKENS_DEFAULT, 512, usable_cpus())
+    assert made(model, served_model_name="other").served_model_name == "other"
+
+
+def test_a_small_cache_shortens_requests_and_a_long_request_enlarges_the_cache(model: Path) -> None:
+    assert made(model, kv_tokens=100).max_len == 96 - 2
+    assert made(model, kv_tokens=100, page_size=1).max_len == 98
+    assert made(model, max_len=300).max_len == 300
+
+
+def test_the_cache_takes_half_of_what_is_free_at_most(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    config = made(model)
+    free = 4000 * kv_bytes_per_token(config.model, "int8")
+    need = cli_config.memory_needed(replace(config, kv_tokens=512, max_len=2))
+    monkeypatch.setattr(cli_config, "memory_available", lambda: need.weights + need.processes + 2 * free)
+    assert made(model).kv_tokens == 4000
+
+
+def test_too_little_memory_is_told_before_anything_starts(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("procs.model_memory.memory_available", lambda *_: 1 << 20)
+    monkeypatch.setattr(cli_config, "memory_available", lambda: 1 << 20)
+    with pytest.raises(ModelError, match="too little memory"):
+        made(model)
+
+
+@pytest.mark.parametrize(
+    ("changes", "option"),
+    [
+        ({"max_len": 513}, "--max-len"),
+        ({"max_len": 1}, "--max-len"),
+        ({"max_len": 0}, "--max-len"),
+        ({"kv_tokens": 0}, "--kv-tokens"),
+        ({"kv_tokens": 64, "max_len": 64}, "--kv-tokens"),
+        ({"page_size": 0}, "--page-size"),
+        ({"max_running": 0}, "--max-running"),
+        ({"max_queued": -1}, "--max-queued"),
+        ({"prefill_chunk": 0}, "--prefill-chunk"),
+        ({"threads": 0}, "--threads"),
+        ({"drain_seconds": -1.0}, "--drain-seconds"),
+        ({"dtype": "int3"}, "--dtype"),
+        ({"api_key": ""}, "--api-key"),
+    ],
+)
+def test_a_value_that_cannot_be_is_one_line_with_its_option(
+    model: Path, changes: dict[str, object], option: str
+) -> None:
+    with pytest.raises(CliError) as caught:
+        made(model, **changes)
+    assert str(caught.value).startswith(f"{option}: ") and "\n" not in str(caught.value)
+
+
+sizes = st.none() | st.integers(-1, 2000)
+
+
+@given(kv_tokens=sizes, max_len=sizes, page_size=st.integers(0, 40))
+def test_whatever_the_sizes_a_configuration_can_serve_its_longest_request(
+    model: Path, kv_tokens: int | None, max_len: int | None, page_size: int
+) -> None:
+    try:
+        config = made(model, kv_tokens=kv_tokens, max_len=max_len, page_size=page_size)
+    except CliError:
+        # Refused only for what was given: with everything left to us there is always a configuration.
+        assert page_size == 0 or kv_tokens is not None or max_len is not None
+        return
+    assert config.pages_per_row <= config.kv_tokens // config.page_size
+    assert config.max_len == max_len or max_len is None
+    assert config.kv_tokens == kv_tokens or kv_tokens is None
