@@ -145,9 +145,9 @@ class Engine:
                 self._rows.dispatch(message)
         self.meter.open_rows(self._rows.open_count)
 
-    def fail(self) -> None:
+    def fail(self, reason: str) -> None:
         """The server has failed: every open exchange and question ends with that error."""
-        error = ApiError(500, f"the server has failed: {self.failure}", code="failed")
+        error = ApiError(500, f"the server has failed: {reason}", code="failed")
         self._rows.fail_all(error)
         for answer in self._questions.values():
             if not answer.done():

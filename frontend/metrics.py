@@ -136,7 +136,8 @@ def public_name(stage: str, name: str) -> tuple[str, str]:
     if base.endswith("_ns"):
         base = base.removesuffix("_ns") + "_seconds"
     elif base.endswith("_s"):
-        base = base.removesuffix("_s") + "_seconds"
+        # A histogram; the total time of the same thing may be a counter beside it.
+        base = base.removesuffix("_s") + "_duration_seconds"
     return f"stepahead_{stage}_{base}", f"{name} of the {stage}"
 
 

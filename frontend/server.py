@@ -53,14 +53,14 @@ class Process:
 
     def __init__(self, c: Child) -> None:
         assert c.listen_fd is not None
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        tokenizer = Sender(context, c.channels["tokenizer"])
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._tokenizer = Sender(self._context, c.channels["tokenizer"])
         meter = Meter(c.stats_writer())
         self._child = c
-        self._receiver = Receiver.bind(c.channels["frontend"], context)
+        self._receiver = Receiver.bind(c.channels["frontend"], self._context)
         self._kicked = asyncio.Event()
         self._broken: BaseException | None = None
-        self.engine = Engine(c.config, c.control, c.ledger, meter, tokenizer, c.doorbells["scheduler"].ring)
+        self.engine = Engine(c.config, c.control, c.ledger, meter, self._tokenizer, c.doorbells["scheduler"].ring)
         app = build_app(self.engine, Exposition(c.stats, c.control))
         self._server = _Server(server_config(app), c)
         self._listening = socket.socket(fileno=c.listen_fd)
@@ -75,8 +75,15 @@ class Process:
         self._receive()  # the descriptor tells of changes only: what came before has to be looked for
         await self._server.serve(sockets=[self._listening])
         watch.cancel()
+        loop.remove_reader(self._receiver.fileno)
+        loop.remove_reader(self._child.own_doorbell.fileno())
         if self._broken is not None:
             raise self._broken
+
+    def close(self) -> None:
+        self._receiver.close()
+        self._tokenizer.close()
+        self._context.term()
 
     def _receive(self) -> None:
         try:
@@ -94,7 +101,8 @@ class Process:
 
     def _break(self, error: BaseException | None) -> None:
         self._broken = self._broken or error
-        self._end(0)
+        self.engine.fail("the frontend met a bug")
+        self._end(FAIL_FLUSH_SECONDS)
 
     def _end(self, flush_seconds: float) -> None:
         # From here on a client that does not take its answer is cut off, which is not worth a traceback.
@@ -108,7 +116,7 @@ class Process:
         while not self._server.should_exit:
             self._child.beat()
             if self.engine.failed:
-                self.engine.fail()
+                self.engine.fail(self.engine.failure)
                 self._end(FAIL_FLUSH_SECONDS)
             elif self._child.stopping:
                 self.engine.stopping = True
@@ -137,7 +145,9 @@ def server_config(app: FastAPI) -> uvicorn.Config:
 
 
 async def _run(c: Child) -> None:
-    await Process(c).run()
+    process = Process(c)
+    await process.run()
+    process.close()
 
 
 def main() -> None:

@@ -1,0 +1,176 @@
+"""Rows: never two holders, free only by release or rejection, whatever order clients and processes act in."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+
+from frontend.errors import ApiError
+from frontend.rows import Exchange
+from frontend.schema import Work
+from tests.frontend.loose_engine import LooseEngine
+
+
+def work(prompts: int = 1, stream: bool = True, ids: bool = False) -> Work:
+    one = {"kind": "text", "prompt": "x"}
+    return Work("text", (one,) * prompts, {}, 16, stream, False, ids)
+
+
+def test_a_full_table_takes_all_or_nothing() -> None:
+    engine = LooseEngine(max_running=2, max_queued=1)
+    engine.open(work(2))
+    with pytest.raises(ApiError) as caught:
+        engine.open(work(2))
+    assert caught.value.status == 429 and caught.value.response().headers["retry-after"]
+    assert len(engine.sent) == 2
+    assert engine.open(work(1)).rows[0].number not in {m["row"] for m in engine.sent[:2]}
+
+
+def test_the_ledger_is_told() -> None:
+    engine = LooseEngine()
+    exchange = engine.open(work(ids=True))
+    row, gen = engine.accept(prompt_tokens=3)
+    assert engine.ledger.generation[row] == gen == 1 and engine.ledger.arrival_ns[row] > 0
+    engine.ledger.tokens[row, :5] = [7, 8, 9, 65, 66]
+    engine.text((row, gen, 0, 2, "AB", None, False))
+    assert engine.ledger.delivered[row] == 2
+    assert (exchange.rows[0].ids, exchange.rows[0].text) == ([65, 66], ["AB"])
+    engine.abandon(exchange)
+    assert engine.ledger.abort[row] == gen and engine.rings == 1
+    assert not engine.idle, "a row of a client that has left is still the scheduler's"
+    engine.text((row, gen, 2, 2, "", "abort", True))
+    assert engine.idle
+
+
+def test_a_piece_that_comes_twice_counts_once() -> None:
+    engine = LooseEngine()
+    row_of = engine.open(work()).rows[0]
+    row, gen = engine.accept()
+    item = (row, gen, 0, 2, "AB", None, False)
+    engine.text(item, item, (row, gen, 2, 3, "C", None, False), item)
+    assert "".join(row_of.text) == "ABC" and row_of.count == 3
+
+
+def test_a_gap_in_the_text_is_a_bug() -> None:
+    engine = LooseEngine()
+    engine.open(work())
+    row, gen = engine.accept()
+    with pytest.raises(AssertionError):
+        engine.text((row, gen, 1, 2, "B", None, False))
+
+
+def test_release_before_finish_is_a_bug() -> None:
+    engine = LooseEngine()
+    engine.open(work())
+    row, gen = engine.accept()
+    with pytest.raises(AssertionError):
+        engine.text((row, gen, 0, 1, "B", None, True))
+
+
+def test_a_late_message_of_an_earlier_generation_is_dropped() -> None:
+    engine = LooseEngine(max_running=1, max_queued=0)
+    engine.open(work())
+    row, gen = engine.accept()
+    engine.text((row, gen, 0, 1, "x", "stop", True))
+    second = engine.open(work()).rows[0]
+    assert (second.number, second.generation) == (row, gen + 1)
+    engine.text((row, gen, 1, 2, "late", None, False))
+    engine.receive([{"ev": "rejected", "row": row, "gen": gen, "status": 400, "message": "late"}])
+    assert second.text == [] and not second.released
+
+
+class Rows(RuleBasedStateMachine):
+    """Random life of a table of four rows against a plain model of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.engine = LooseEngine(max_running=3, max_queued=1)
+        self.generations: dict[int, int] = {}
+        self.held: dict[tuple[int, int], str] = {}  # (row, generation) -> sent, accepted, finished
+        self.exchanges: list[Exchange] = []
+        self.expected: dict[tuple[int, int], str] = {}
+
+    def held_as(self, *states: str) -> list[tuple[int, int]]:
+        return [key for key, state in self.held.items() if state in states]
+
+    @rule(choices=st.integers(1, 3))
+    def open(self, choices: int) -> None:
+        before = len(self.engine.sent)
+        if 4 - len(self.held) < choices:
+            with pytest.raises(ApiError):
+                self.engine.open(work(choices))
+            assert len(self.engine.sent) == before
+            return
+        self.exchanges.append(self.engine.open(work(choices)))
+        for message in self.engine.sent[before:]:
+            key = (message["row"], message["gen"])
+            assert message["row"] not in {row for row, _ in self.held}, "a row with two holders"
+            assert message["gen"] == self.generations.get(message["row"], 0) + 1
+            self.generations[message["row"]] = message["gen"]
+            self.held[key] = "sent"
+            self.expected[key] = ""
+
+    @precondition(lambda self: self.held_as("sent"))
+    @rule(data=st.data(), accepted=st.booleans())
+    def answer(self, data: Any, accepted: bool) -> None:
+        row, gen = key = data.draw(st.sampled_from(self.held_as("sent")))
+        if accepted:
+            self.engine.receive([{"ev": "accepted", "row": row, "gen": gen, "prompt_tokens": 1}])
+            self.held[key] = "accepted"
+        else:
+            self.engine.receive([{"ev": "rejected", "row": row, "gen": gen, "status": 400, "message": "no"}])
+            del self.held[key]
+
+    @precondition(lambda self: self.held_as("accepted"))
+    @rule(data=st.data(), text=st.text(max_size=3), finish=st.sampled_from([None, "stop", "length", "abort", "error"]))
+    def produce(self, data: Any, text: str, finish: str | None) -> None:
+        key = data.draw(st.sampled_from(self.held_as("accepted")))
+        release = finish is not None and data.draw(st.booleans())
+        row = self.row_of(key)
+        self.engine.text((*key, row.count, row.count + 1, text, finish, release))
+        if not row.exchange.gone:
+            self.expected[key] += text
+        if finish is not None:
+            self.held[key] = "finished"
+        if release:
+            del self.held[key]
+
+    @precondition(lambda self: self.held_as("finished"))
+    @rule(data=st.data())
+    def release(self, data: Any) -> None:
+        key = data.draw(st.sampled_from(self.held_as("finished")))
+        count = self.row_of(key).count
+        self.engine.text((*key, count, count, "", None, True))
+        del self.held[key]
+
+    @precondition(lambda self: self.exchanges)
+    @rule(data=st.data())
+    def leave(self, data: Any) -> None:
+        exchange = data.draw(st.sampled_from(self.exchanges))
+        self.engine.abandon(exchange)
+        for row in exchange.rows:
+            self.expected[row.number, row.generation] = ""
+            if row.finish is None and not row.released:
+                assert self.engine.ledger.abort[row.number] == row.generation
+
+    def row_of(self, key: tuple[int, int]) -> Any:
+        return next(r for e in self.exchanges for r in e.rows if (r.number, r.generation) == key)
+
+    @invariant()
+    def as_many_open_as_held(self) -> None:
+        assert self.engine.figures()["open_rows"] == len(self.held)
+        assert self.engine.idle == (not self.held)
+
+    @invariant()
+    def no_text_is_lost_or_doubled(self) -> None:
+        for exchange in self.exchanges:
+            for row in exchange.rows:
+                assert "".join(row.text) == self.expected[row.number, row.generation]
+
+
+TestRows = Rows.TestCase
+TestRows.settings = settings(max_examples=60, stateful_step_count=30, deadline=None)
