@@ -37,6 +37,8 @@ class PassShape:
     def of_step(cls, step: StepView) -> "PassShape":
         """The pass of a descriptor, without padding."""
         decode, chunks = step.n_decode, step.n_chunks
+        if not chunks:
+            return cls.of_decode(decode)
         counts, last = step.chunks[CHUNK_COUNT, :chunks], step.chunks[CHUNK_LAST, :chunks]
         return cls(decode, chunks, decode + int(counts.sum()), decode + int(np.count_nonzero(last)))
 

@@ -36,11 +36,10 @@ Reals = NDArray[np.float32]
 
 
 class Model(Protocol):
-    """What the program needs of a model."""
+    """What the program needs of a model. The caches are its own; pages of them are named in `page_rows`."""
 
-    @property
-    def kv_bytes(self) -> int:
-        """Size of its KV pool."""
+    k_cache: NDArray[Any]
+    v_cache: NDArray[Any]
 
     def forward(
         self, tokens: Ints, positions: Ints, seqs: Ints, page_rows: Ints, logit_rows: Ints, logits: Reals
@@ -81,7 +80,9 @@ class StepProgram:
         self.lanes = make_lanes(device, config)
         self._gather = Gather(self.relay, self.slots, self.sampling, config.page_size)
         self._plane = device.pinned(ledger_tokens, "ledger.tokens")
-        self._kv = device.foreign(model.kv_bytes, "kv").region()
+        caches = device.adopt(model.k_cache, "k_cache"), device.adopt(model.v_cache, "v_cache")
+        self._kv: Regions = tuple(cache.region() for cache in caches)
+        self.kv_bytes = sum(cache.nbytes for cache in caches)
         self.schedule = device.stream("schedule")
         self.forward = device.stream("forward")
         self.lengths = device.stream("lengths")
@@ -165,8 +166,8 @@ class StepProgram:
             self._model.forward,
             *(rows.tokens[: shape.tokens], rows.positions[: shape.tokens], rows.seqs[: shape.tokens]),
             *(rows.pages[: shape.rows], rows.logit_rows[:samples], batch.logits.array[:samples]),
-            reads=(*batch.model_inputs, self._kv),
-            writes=(self._kv, batch.logits.region()),
+            reads=(*batch.model_inputs, *self._kv),
+            writes=(*self._kv, batch.logits.region()),
         )
         if samples:
             launch(

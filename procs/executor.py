@@ -26,6 +26,7 @@ from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
 from shm.records import ResultLayout, StepLayout
 from shm.ring import RingConsumer, RingProducer
 from shm.stats import StatsWriter
+from shm.tensor_map import ModelError
 from shm.trace import TraceWriter, What
 
 SWITCH_INTERVAL_S = 5e-5  # how long a stream may have to wait for the interpreter lock, see gpu.device.host
@@ -181,6 +182,8 @@ def build_program(stage: child.Child, device: Device) -> StepProgram:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
         ) from error
+    except (OSError, ModelError, ValueError) as error:
+        raise child.StartupError(f"{config.model.path}: {error}") from error
 
 
 def main() -> None:
@@ -197,6 +200,7 @@ def main() -> None:
         traces[LAUNCH_LANE].span(What.CAPTURE, 0, begin_ns, time.monotonic_ns())
         stats.add("captures_total", graphs)
         stats.set("graphs", graphs)
+        stats.set("kv_bytes", program.kv_bytes)
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
         executor = Executor(stage.config, device, program, rings, stats, traces)
         gc.freeze()  # what is here now stays: no collection needs to look at it again

@@ -28,18 +28,12 @@ _JOIN_SECONDS_MAX = 60.0
 class HostBuffer:
     """Memory that launches declare, see `protocol.Buffer`."""
 
-    def __init__(self, name: str, nbytes: int, array: NDArray[Any] | None) -> None:
+    def __init__(self, name: str, array: NDArray[Any]) -> None:
+        assert array.flags.c_contiguous, name
         self.name = name
-        self.nbytes = nbytes
-        self._array = array
-        self._row_bytes = 0 if array is None else row_bytes(array.shape, array.dtype)
-
-    @property
-    def array(self) -> NDArray[Any]:
-        """The memory as a numpy array. Raises DeviceError for memory that somebody else owns."""
-        if self._array is None:
-            raise DeviceError(f"{self.name} is owned elsewhere and has no array")
-        return self._array
+        self.array = array
+        self.nbytes = array.nbytes
+        self._row_bytes = row_bytes(array.shape, array.dtype)
 
     def region(self) -> Region:
         """All of it."""
@@ -256,17 +250,15 @@ class HostDevice:
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike, name: str) -> HostBuffer:
         """Zeroed memory of `shape` and `dtype`."""
-        array = np.zeros(tuple(shape), dtype)
-        return HostBuffer(name, array.nbytes, array)
+        return HostBuffer(name, np.zeros(tuple(shape), dtype))
 
     def pinned(self, array: NDArray[Any], name: str) -> HostBuffer:
         """Registers C-contiguous host memory; a CPU needs nothing more than its name."""
-        assert array.flags.c_contiguous, name
-        return HostBuffer(name, array.nbytes, array)
+        return HostBuffer(name, array)
 
-    def foreign(self, nbytes: int, name: str) -> HostBuffer:
-        """A name for memory that somebody else owns; it has no array."""
-        return HostBuffer(name, nbytes, None)
+    def adopt(self, array: NDArray[Any], name: str) -> HostBuffer:
+        """Memory that somebody else allocated."""
+        return HostBuffer(name, array)
 
     def launch(
         self, stream: protocol.Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str

@@ -141,8 +141,8 @@ class Device(Protocol):
     def pinned(self, array: NDArray[Any], name: str) -> Buffer:
         """Registers C-contiguous host memory (a view of a shared segment) so that copies may reach it."""
 
-    def foreign(self, nbytes: int, name: str) -> Buffer:
-        """A name for device memory that somebody else owns and passes to kernels himself; it has no array."""
+    def adopt(self, array: Any, name: str) -> Buffer:
+        """Device memory that somebody else allocated (a model's KV pool), so that launches may declare it."""
 
     def launch(self, stream: Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str) -> None:
         """Queue an operation on device memory. `reads` and `writes` name every byte of any buffer that it touches."""

@@ -11,6 +11,10 @@ import numpy as np
 from numba import njit
 from numpy.typing import NDArray
 
+from gpu.kernels import native
+
+assert native.CACHE_FOLDER  # importing it tells numba where compiled kernels are kept
+
 PADDING_ENTRY = 0
 PADDING_PAGE = 0
 

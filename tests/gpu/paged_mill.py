@@ -4,6 +4,7 @@ Each slot of its cache holds a hash of token and position; the next token is a h
 far. A single wrong page, position, length or token changes everything that comes after it.
 """
 
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,14 +19,14 @@ from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout
 VOCAB = 101
 
 
-def slot_value(token: int, position: int) -> int:
-    return (token * 7919 + position * 104729 + 12345) % 1000003
+def slot_value(token: int, position: int) -> tuple[int, int]:
+    return (token * 7919 + 12345) % 1000003, (position * 104729 + token) % 1000003
 
 
-def next_token(values: Any) -> int:
+def next_token(values: Iterable[tuple[int, int]]) -> int:
     total = 0
-    for i, value in enumerate(values):
-        total = (total * 31 + int(value) + i) % 2147483647
+    for i, (k, v) in enumerate(values):
+        total = (total * 31 + int(k) * 7 + int(v) + i) % 2147483647
     return total % VOCAB
 
 
@@ -44,23 +45,25 @@ def reference(prompt: list[int], n: int, temperature: float = 0.0, seed: int = 0
 
 
 class PagedMill:
-    """The model: `kv` i64[pages * page_size]."""
+    """The model: its caches are i64[pages * page_size]."""
 
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
-        self.kv = np.zeros(pages * page_size, np.int64)
-        self.kv_bytes = self.kv.nbytes
+        self.k_cache = np.zeros(pages * page_size, np.int64)
+        self.v_cache = np.zeros(pages * page_size, np.int64)
 
     def forward(self, tokens: Any, positions: Any, seqs: Any, page_rows: Any, logit_rows: Any, logits: Any) -> None:
         def slot(seq: int, position: int) -> int:
             return int(page_rows[seq, position // self.page_size]) * self.page_size + position % self.page_size
 
         for token, position, seq in zip(tokens.tolist(), positions.tolist(), seqs.tolist(), strict=True):
-            self.kv[slot(seq, position)] = slot_value(token, position)
+            at = slot(seq, position)
+            self.k_cache[at], self.v_cache[at] = slot_value(token, position)
         logits[:] = 0
         for i, row in enumerate(logit_rows.tolist()):
             seq, position = int(seqs[row]), int(positions[row])
-            logits[i, next_token(self.kv[[slot(seq, p) for p in range(position + 1)]])] = 1
+            past = [slot(seq, p) for p in range(position + 1)]
+            logits[i, next_token(zip(self.k_cache[past], self.v_cache[past], strict=True))] = 1
 
 
 def mill_sample(logits: Any, temp: Any, top_p: Any, min_p: Any, top_k: Any, seed: Any, position: Any, out: Any) -> None:

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpu.device.host import HostBuffer, HostDevice
-from gpu.device.protocol import Region, Regions
+from gpu.device.protocol import Regions
 from tests.gpu.paged_mill import Bench, reference, small_config
 
 CLOCKED = {"begin", "end"}  # write the time, which differs from run to run
@@ -36,10 +36,9 @@ class AuditDevice(HostDevice):
         self.buffers.append(super().pinned(*args, **kwargs))
         return self.buffers[-1]
 
-    def own(self, region: Region, array: np.ndarray[Any, Any]) -> None:
-        """Memory of a model, under the region that the program declares for it."""
-        self.buffers.append(region.buffer)  # type: ignore[arg-type]
-        region.buffer._array = array  # type: ignore[attr-defined]
+    def adopt(self, *args: Any, **kwargs: Any) -> HostBuffer:
+        self.buffers.append(super().adopt(*args, **kwargs))
+        return self.buffers[-1]
 
     def launch(self, stream: Any, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str) -> None:
         def audited() -> None:
@@ -94,7 +93,6 @@ def mask(buffer: HostBuffer, regions: Regions) -> np.ndarray[Any, np.dtype[np.bo
 def run(device: AuditDevice, **options: Any) -> None:
     """Chunks, mixed and decode steps, each ended before the next is queued."""
     bench = Bench(device, small_config(**options), early_lengths=True)
-    device.own(bench.program._kv, bench.model.kv)
     prompts = {1: [5, 6, 7, 8, 9], 2: [20, 21, 22], 3: [40] * 6}
     steps: list[dict[str, Any]] = [
         {"slots": bench.fill(1, [1, 2, 3]), "sampling": [(1, 0.5, 2**40 + 7)], "chunks": [(1, 1, 0, 3, 0)]},
@@ -138,8 +136,8 @@ def test_the_step_program_touches_what_it_declares_and_nothing_else(poison: bool
         ("upload", "reads", "ledger.tokens"),
         ("slot writes", "writes", "slot_table"),
         ("sampling writes", "reads", "descriptor0"),
-        ("model", "reads", "kv"),
-        ("model", "writes", "kv"),
+        ("model", "reads", "v_cache"),
+        ("model", "writes", "k_cache"),
         ("sample", "reads", "batch.places"),
         ("publish", "reads", "lengths0"),
         ("stash", "writes", "relay.token"),

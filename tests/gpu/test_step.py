@@ -223,7 +223,7 @@ def test_padding_touches_entry_0_and_page_0_alone(make: Callable[..., Bench]) ->
     for _ in range(LANES):
         bench.step(decode=[1, 2, 3, 4, 5, 6])
     bench.device.synchronize()
-    length, token, kv = program.relay.length.array, program.relay.token.array, bench.model.kv.reshape(-1, 4)
+    length, token, kv = program.relay.length.array, program.relay.token.array, bench.model.k_cache.reshape(-1, 4)
     before = length.copy(), token.copy(), kv.copy()
     assert program.graphs.key(5, 0).rows == 6
     bench.step(decode=[1, 2, 3, 4, 5])
