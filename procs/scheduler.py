@@ -10,6 +10,7 @@ run, on its own doorbell. What to run is decided in `policy`, what becomes of ro
 With overlap two steps are in flight while it waits; without, one.
 """
 
+import gc
 import time
 from collections.abc import Callable
 
@@ -52,6 +53,7 @@ class Scheduler:
         recover(self.rows)
         self._tell()
         self._export()
+        gc.freeze()  # what is alive now stays: a collection need not look at it again
         self._stage.ready()
         while self.steps.in_flight or not self._stage.stopping:
             self.turn()
@@ -61,7 +63,9 @@ class Scheduler:
         self._stage.beat()
         self._receive()
         in_flight = self.steps.in_flight
-        pushed = len(in_flight) < self._depth and not self._stage.stopping and self._push()
+        may_push = len(in_flight) < self._depth and not self._stage.stopping and self._queue.space() > 0
+        pushed = may_push and self._push()
+        self._tell()  # whom `_receive` ended: they need not wait for the device
         if len(in_flight) == self._depth or (in_flight and not pushed):
             self._await_result()
         elif not pushed:
@@ -86,9 +90,7 @@ class Scheduler:
     # ------------------------------------------------------------------ out
 
     def _push(self) -> bool:
-        """Plan the next step straight into the ring and publish it. False if there is nothing to run, or no space."""
-        if self._queue.space() == 0:  # only right after a restart, behind the steps of the scheduler before
-            return False
+        """Plan the next step straight into the ring and publish it. False if there is nothing to run."""
         begin = time.monotonic_ns()
         step = self._next_step
         view = self._step_views[self._queue.head % len(self._step_views)]
@@ -137,13 +139,9 @@ class Scheduler:
         end = time.monotonic_ns()
         self._stats.add("wait_ns_total", end - begin)
         self._trace.span(What.WAIT, self.steps.in_flight[0].step, begin, end)
-        if results.available() == 0:
+        if results.available() == 0 or self._drop_stale():
             return
         slot = results.peek()
-        if slot.source_seq < self._first_step:  # of a scheduler that died: its rows were queued again
-            results.release()
-            self._stats.add("stale_results_total")
-            return
         view = self._result_views[slot.seq % len(self._result_views)]
         flight = self.steps.apply(view)
         assert slot.source_seq == flight.step, f"result of step {slot.source_seq}, the oldest is {flight.step}"
@@ -154,16 +152,29 @@ class Scheduler:
         self._stats.observe("process_s", (processed - end) * 1e-9)
         self._export()
 
+    def _drop_stale(self) -> bool:
+        """Drop the oldest result if a scheduler that died had queued its step: the rows in it were queued again."""
+        stale = self._results.peek().source_seq < self._first_step
+        if stale:
+            self._results.release()
+            self._stats.add("stale_results_total")
+        return stale
+
     def _idle(self) -> None:
         """Nothing runs and nothing can: check that no page was lost, then wait on the doorbell."""
-        rows = self.rows
+        rows, results, queue = self.rows, self._results, self._queue
+        if results.available() > 0:
+            assert self._drop_stale(), "a result of a step that nobody queued"
+            return
+        if queue.space() == 0:  # after restarts in a row: what the ones before queued is still to be run
+            self._bell.wait(lambda: queue.space() > 0 or results.available() > 0)
+            return
         if not self._audited and not self._stage.stopping:
             assert not rows.waiting and not rows.state.running, "work is waiting, and nothing runs"
             check_conservation(rows)
             self._audited = True
             self._export()
-        self._tell()
-        self._bell.wait(lambda: self._intake.available() > 0 or self._stage.stopping)
+        self._bell.wait(lambda: self._intake.available() > 0 or results.available() > 0 or self._stage.stopping)
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         while not self._bell.wait(ready):

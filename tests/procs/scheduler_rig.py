@@ -39,6 +39,8 @@ class SchedulerRig:
         self.wrong_order = False  # misbehave: give results of the wrong step
         self.open: dict[int, Request] = {}
         self.stop_device = False
+        self.go_on = threading.Event()
+        self.go_on.set()
         self.device_error: BaseException | None = None
         self.thread = threading.Thread(target=self._run_device)
         self.thread.start()
@@ -63,8 +65,14 @@ class SchedulerRig:
             assert time.monotonic() < deadline, "nothing happens"
             time.sleep(0.002)
 
+    def pause_device(self) -> threading.Event:
+        """Let the device take no further step until the returned event is set."""
+        self.go_on.clear()
+        return self.go_on
+
     def close(self) -> None:
         self.stop_device = True
+        self.go_on.set()
         self.thread.join()
         self.process.reap()
         self.memory.close()
@@ -75,6 +83,7 @@ class SchedulerRig:
             while not self.stop_device:
                 if not self.bells["gpu"].wait(lambda: self.queue.available() > 0, 20):
                     continue
+                self.go_on.wait()
                 slot = self.queue.peek()
                 view = layout.view(self.queue.ring.payloads[slot.seq % self.queue.ring.slots])
                 self.wait(lambda: self.results.space() > 0)

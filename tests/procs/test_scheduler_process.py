@@ -115,3 +115,20 @@ def test_a_result_out_of_order_kills_it() -> None:
         assert rig.process.wait_exit(5)
         assert "result of step 2, the oldest is 1" in rig.process.how_it_ended()
         assert rig.process.reap() == 1
+
+
+def test_restarts_in_a_row_behind_a_device_that_stands_still() -> None:
+    """Each scheduler finds the queue fuller than the one before, and the last one finds it full."""
+    with scheduler_rig(tiny_config(max_len=64, kv_tokens=256), step_s=0.0) as rig:
+        pause = rig.pause_device()
+        request = Request([1], 50)
+        rig.send(request)
+        for restarts in range(5):
+            queued = min(2 * (restarts + 1), rig.queue.ring.slots)
+            rig.wait(lambda queued=queued: rig.queue.available() == queued)
+            rig.process.kill()
+            rig.process.reap()
+            rig.start()
+        pause.set()
+        rig.finish(request)
+        assert rig.stats()["stale_results_total"] == rig.queue.ring.slots
