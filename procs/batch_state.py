@@ -59,13 +59,10 @@ class BatchState:
         self.in_flight = np.zeros(entries, dtype=np.int64)  # steps in flight that will give it a token, or several
         self.stop_ids = np.full((entries, stop_ids), NO_STOP_ID, dtype=np.int32)
 
-        # Which pages. `pages[e, :page_count[e]]` is the row of the slot table as of the newest step queued.
-        # `path[e, :path_len[e]]` are the cached pages that the row holds references to; `shared` of its own pages are
-        # among them (the others are its private copies of the same tokens, see PrefixCache.extend).
+        # Which pages. `pages[e, :page_count[e]]` is the row of the slot table as of the newest step queued. The first
+        # `shared[e]` of them are in the prefix cache, with a reference held by the row; the others are the row's alone.
         self.pages = np.zeros((entries, pages_per_row), dtype=np.int32)
         self.page_count = np.zeros(entries, dtype=np.int64)
-        self.path = np.zeros((entries, pages_per_row), dtype=np.int32)
-        self.path_len = np.zeros(entries, dtype=np.int64)
         self.shared = np.zeros(entries, dtype=np.int64)
 
         self._free_entries = list(range(max_running, PADDING_ENTRY, -1))
@@ -88,20 +85,13 @@ class BatchState:
     def end(self, entry: int) -> None:
         """Free an entry whose pages are gone. Steps in flight may still name it: their results are stale from here
         on."""
-        assert self.used[entry] and self.page_count[entry] == 0 and self.path_len[entry] == 0
+        assert self.used[entry] and self.page_count[entry] == 0 and self.shared[entry] == 0
         self.used[entry] = False
         self.incarnation[entry] += 1
         self.limit[entry] = self.fill[entry] = self.cursor[entry] = self.in_flight[entry] = 0
-        self.counted[entry] = self.outputs[entry] = self.prompt[entry] = self.shared[entry] = 0
+        self.counted[entry] = self.outputs[entry] = self.prompt[entry] = 0
         self.running -= 1
         self._free_entries.append(entry)
-
-    def set_path(self, entry: int, path: Pages) -> None:
-        """Record the cached pages that the row holds now (i32[k])."""
-        count = len(path)
-        self.path[entry, :count] = path
-        self.path_len[entry] = count
-        self.shared[entry] = np.count_nonzero(self.pages[entry, :count] == path)
 
     def append_pages(self, entries: Ints, counts: Ints, pages: Pages) -> Ints:
         """Lengthen the rows `entries` by `counts` pages each, taken in turn from `pages` (i32[sum of counts]).
@@ -115,10 +105,10 @@ class BatchState:
         self.page_count[entries] += counts
         return np.stack((owners, index))
 
+    def shared_pages(self, entry: int) -> Pages:
+        """i32[n], a view: the row's pages that are in the prefix cache, from the first on."""
+        return self.pages[entry, : int(self.shared[entry])]
+
     def private_pages(self, entry: int) -> Pages:
-        """i32[n]: the row's pages that the prefix cache does not hold, from the first to the last."""
-        count, known = int(self.page_count[entry]), int(self.path_len[entry])
-        pages = self.pages[entry, :count]
-        own = np.ones(count, dtype=np.bool_)
-        own[:known] = pages[:known] != self.path[entry, :known]
-        return pages[own]
+        """i32[n], a view: the row's pages that nobody else can find, up to the last."""
+        return self.pages[entry, int(self.shared[entry]) : int(self.page_count[entry])]

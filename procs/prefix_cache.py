@@ -79,18 +79,20 @@ class PrefixCache:
         for page in reversed(path[left == 0].tolist()):  # deepest first: see the module's last paragraph
             self._idle[page] = None
 
-    def extend(self, path: Pages, tokens: NDArray[np.int32], pages: Pages) -> Pages:
+    def extend(self, path: Pages, tokens: NDArray[np.int32], pages: Pages, own_only: bool) -> Pages:
         """Keep a row's full pages: `pages` (i32[m]) hold the counted `tokens` (i32[m * page_size]).
 
-        `path` (i32[k], k <= m) is the part that the row holds already. Returns the whole path (i32[m]), with
-        references taken for what is new in it. Where the tree knows the tokens under another page (two requests with
-        one prompt ran side by side), the path names that one and the row's own page stays the row's: its contents are
-        the same bits, but the row reads it already, and it is freed with the row.
+        `path` (i32[k], k <= m) is the part that the row holds already. Returns the path after it, with references taken
+        for what is new in it.
+
+        The tree may know the tokens of a page under another number: two requests with one prompt ran side by side,
+        and each computed it. The contents are the same bits, but the row reads its own copy already. With `own_only`,
+        as for a row that goes on, the path ends before such a page: a row never keeps more pages from eviction than
+        it has, or a lone row might not fit. Without, as for a row that ends, the path goes on through the tree's page
+        to its full length, and the row's copy, not being on it, is the caller's to free.
         """
         key_bytes, page_of = self._key_bytes, self._page_of
         known = len(path)
-        if len(pages) == known:
-            return path
         raw = tokens[known * self.page_size :].tobytes()
         parent = int(path[-1]) if known else ROOT
         longer = path.tolist()
@@ -100,6 +102,8 @@ class PrefixCache:
             if page is None:
                 page = own
                 self._insert(page, key)
+            elif own_only:
+                break
             elif self._refs[page] == 0:
                 del self._idle[page]
             self._refs[page] += 1

@@ -21,7 +21,7 @@ def check_conservation(rows: Rows) -> None:
     wrong = np.flatnonzero(holders[1:] != 1) + 1
     assert not len(wrong), f"pages lost or held twice: {wrong.tolist()[:20]}"
     assert rows.pages_in_rows == sum(map(len, private)), "pages in rows miscounted"
-    paths = [state.path[entry, : int(state.path_len[entry])] for entry in entries]
+    paths = [state.shared_pages(entry) for entry in entries]
     held = np.bincount(np.concatenate(paths), minlength=pages) if paths else np.zeros(pages)
     assert (rows.cache.references() == held).all(), "references to cached pages leaked"
     rows.stats.add("conservation_checks_total")

@@ -112,7 +112,7 @@ class Rows:
         self.cache.lock(path)
         fresh = self._take(total - len(path))
         state.append_pages(np.array([entry]), np.array([total]), np.concatenate((path, fresh)))
-        state.set_path(entry, path)
+        state.shared[entry] = len(path)
         hit = len(path) * state.page_size
         state.prompt[entry], state.fill[entry], state.outputs[entry] = prompt, fill, outputs
         state.cursor[entry] = state.counted[entry] = hit
@@ -165,14 +165,17 @@ class Rows:
         return outputs
 
     def keep_prefix(self, entry: int) -> None:
-        """Let other requests find the row's full counted pages."""
+        """Let other requests find the row's full counted pages, while it goes on."""
+        self.state.shared[entry] = len(self._extend(entry, own_only=True))
+
+    def _extend(self, entry: int, own_only: bool) -> Pages:
+        """Put the row's full counted pages into the prefix cache; returns the path that it holds now."""
         state = self.state
-        full = int(state.counted[entry]) // state.page_size
-        known = int(state.path_len[entry])
-        if full > known:
-            tokens = self.ledger.tokens[int(state.row[entry]), : full * state.page_size]
-            path = self.cache.extend(state.path[entry, :known], tokens, state.pages[entry, :full])
-            state.set_path(entry, path)
+        path, full = state.shared_pages(entry), int(state.counted[entry]) // state.page_size
+        if full <= len(path):
+            return path
+        tokens = self.ledger.tokens[int(state.row[entry]), : full * state.page_size]
+        return self.cache.extend(path, tokens, state.pages[entry, :full], own_only)
 
     # ------------------------------------------------------------------ out
 
@@ -226,10 +229,13 @@ class Rows:
     def _release(self, entry: int) -> None:
         """Free an entry and its pages at once (see above why that is right), keeping its counted pages in the cache."""
         state = self.state
-        self.keep_prefix(entry)
-        self.pool.give(state.private_pages(entry))
-        self.cache.unlock(state.path[entry, : int(state.path_len[entry])])
-        state.page_count[entry] = state.path_len[entry] = 0
+        path = self._extend(entry, own_only=False)
+        pages = state.pages[entry, : int(state.page_count[entry])]
+        private = np.ones(len(pages), dtype=np.bool_)
+        private[: len(path)] = pages[: len(path)] != path
+        self.pool.give(pages[private])
+        self.cache.unlock(path)
+        state.page_count[entry] = state.shared[entry] = 0
         state.end(entry)
 
     def _take(self, count: int) -> Pages:

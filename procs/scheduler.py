@@ -142,9 +142,12 @@ class Scheduler:
         if results.available() == 0 or self._drop_stale():
             return
         slot = results.peek()
+        expected = self._queue.head - len(self.steps.in_flight)  # place of the oldest step in flight in the step ring
         view = self._result_views[slot.seq % len(self._result_views)]
         flight = self.steps.apply(view)
-        assert slot.source_seq == flight.step, f"result of step {slot.source_seq}, the oldest is {flight.step}"
+        assert view.step == flight.step and slot.source_seq == expected, (
+            f"result of step {view.step}, record {slot.source_seq}; expected step {flight.step}, record {expected}"
+        )
         results.release()
         processed = time.monotonic_ns()
         self._trace.span(What.PROCESS, flight.step, end, processed)
@@ -154,7 +157,8 @@ class Scheduler:
 
     def _drop_stale(self) -> bool:
         """Drop the oldest result if a scheduler that died had queued its step: the rows in it were queued again."""
-        stale = self._results.peek().source_seq < self._first_step
+        slot = self._results.peek()
+        stale: bool = self._result_views[slot.seq % len(self._result_views)].step < self._first_step
         if stale:
             self._results.release()
             self._stats.add("stale_results_total")

@@ -92,7 +92,7 @@ class SchedulerRig:
                 time.sleep(self.step_s)
                 self.steps_run.append(view.step)
                 self.queued_behind.append(self.queue.available() - 1)
-                self.results.publish(results.nbytes, source_seq=slot.source_seq + self.wrong_order)
+                self.results.publish(results.nbytes, source_seq=slot.seq + self.wrong_order)
                 self.queue.release()
         except BaseException as error:  # noqa: BLE001 - told by the next wait
             self.device_error = error

@@ -20,7 +20,7 @@ def ints(values: list[int] | Prefix) -> np.ndarray:
 
 def keep(cache: PrefixCache, tokens: list[int], pages: list[int]) -> list[int]:
     """Insert a row's pages as a row would that held nothing before."""
-    return cache.extend(ints([]), ints(tokens), ints(pages)).tolist()
+    return cache.extend(ints([]), ints(tokens), ints(pages), own_only=False).tolist()
 
 
 def test_match_leaves_the_last_token_out() -> None:
@@ -41,14 +41,16 @@ def test_same_page_tokens_under_other_prefixes_stay_apart() -> None:
     assert cache.match(ints([7, 7, 0])).tolist() == []
 
 
-def test_second_copy_stays_private() -> None:
+def test_a_second_copy_stays_private() -> None:
     cache = PrefixCache(9, 1)
     first = keep(cache, [1, 2], [1, 2])
-    assert keep(cache, [1, 2, 3], [4, 5, 6]) == [1, 2, 6]
-    assert cache.cached == 3
+    running = cache.extend(ints([]), ints([1, 2, 3]), ints([4, 5, 6]), own_only=True)
+    assert running.tolist() == [] and cache.cached == 2
+    ending = cache.extend(running, ints([1, 2, 3]), ints([4, 5, 6]), own_only=False)
+    assert ending.tolist() == [1, 2, 6] and cache.cached == 3
     cache.unlock(ints(first))
     assert cache.evictable == 0  # the second row still holds 1 and 2
-    cache.unlock(ints([1, 2, 6]))
+    cache.unlock(ending)
     assert cache.evict(9).tolist() == [6, 2, 1]
 
 
@@ -122,16 +124,23 @@ class Against(RuleBasedStateMachine):
     def keep_and_perhaps_end(self, data: st.DataObject, ends: bool) -> None:
         index = data.draw(st.integers(0, len(self.rows) - 1))
         tokens, pages, path = self.rows[index]
-        full = data.draw(st.integers(len(path), len(tokens) // PAGE)) if len(tokens) // PAGE > len(path) else len(path)
-        longer = self.cache.extend(ints(path), ints(tokens[: full * PAGE]), ints(pages[:full])).tolist()
-        for end in range(1, full + 1):
-            page = self.model.setdefault(tuple(tokens[: end * PAGE]), pages[end - 1])
-            assert longer[end - 1] == page
-            self.last_use.setdefault(tuple(tokens[: end * PAGE]), 0)
+        full = data.draw(st.integers(len(path), max(len(path), len(tokens) // PAGE)))
+        longer = self.cache.extend(
+            ints(path), ints(tokens[: full * PAGE]), ints(pages[:full]), own_only=not ends
+        ).tolist()
+        expected = []
+        for at in range(full):
+            page = self.model.get(tuple(tokens[: (at + 1) * PAGE]), pages[at])
+            if page != pages[at] and not ends:
+                break
+            expected.append(page)
+            self.model[tuple(tokens[: (at + 1) * PAGE])] = page
+            self.last_use.setdefault(tuple(tokens[: (at + 1) * PAGE]), 0)
+        assert longer == expected
         self.rows[index] = (tokens, pages, longer)
         if not ends:
             return
-        self.pool.give(ints([page for at, page in enumerate(pages) if at >= len(longer) or longer[at] != page]))
+        self.pool.give(ints([page for page in pages if page not in longer]))
         self.cache.unlock(ints(longer))
         del self.rows[index]
         self.clock += 1

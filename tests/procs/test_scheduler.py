@@ -213,3 +213,9 @@ def test_admission_waits_when_the_slot_writes_run_out() -> None:
     assert max(view.n_slot_writes for view in views) <= cap < 16 * 62
     assert max(view.n_sampling for view in views) == cap // 62
     assert all(request.count == 2 for request in server.requests)
+
+
+def test_a_lone_request_fits_beside_its_own_copy_in_the_cache() -> None:
+    """It computes the last page of its prompt although that is cached, and must not keep both."""
+    config = tiny_config(max_running=1, max_queued=0, kv_tokens=12, max_len=9, overlap=False)
+    SimulatedServer(config, [Request([0] * 4, 1), Request([0] * 4, 5)]).run()

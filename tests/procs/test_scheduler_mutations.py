@@ -79,17 +79,24 @@ def same_incarnation(original: Callable[..., None]) -> Callable[..., None]:
     return end
 
 
-def all_pages_private(self: BatchState, entry: int) -> Any:
-    return self.pages[entry, : int(self.page_count[entry])].copy()
-
-
-def keep_uncounted(self: Rows, entry: int) -> None:
+def keep_uncounted(self: Rows, entry: int, own_only: bool) -> Any:
     state = self.state
-    full, known = int(state.page_count[entry]), int(state.path_len[entry])
-    end = min(full * state.page_size, self.config.max_len) // state.page_size
-    if end > known:
-        tokens = self.ledger.tokens[int(state.row[entry]), : end * state.page_size]
-        state.set_path(entry, self.cache.extend(state.path[entry, :known], tokens, state.pages[entry, :end]))
+    full = min(int(state.page_count[entry]) * state.page_size, self.config.max_len) // state.page_size
+    tokens = self.ledger.tokens[int(state.row[entry]), : full * state.page_size]
+    return self.cache.extend(state.shared_pages(entry), tokens, state.pages[entry, :full], own_only)
+
+
+def hold_copies(original: Callable[..., Any]) -> Callable[..., Any]:
+    def extend(self: PrefixCache, path: Any, tokens: Any, pages: Any, own_only: bool) -> Any:
+        return original(self, path, tokens, pages, False)
+
+    return extend
+
+
+def free_everything(self: Rows, entry: int) -> None:
+    self.pool.give(self.state.pages[entry, : int(self.state.page_count[entry])])
+    self.state.page_count[entry] = self.state.shared[entry] = 0
+    self.state.end(entry)
 
 
 def count_the_drafts(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,8 +137,9 @@ def evict_anything(original: Callable[..., None]) -> Callable[..., None]:
 MUTATIONS: dict[str, tuple[type | Any, str, Any]] = {
     "reserve one window": (policy, "pages_wanted", one_window),
     "one incarnation": (BatchState, "end", same_incarnation(BatchState.end)),
-    "free shared pages": (BatchState, "private_pages", all_pages_private),
-    "keep uncounted pages": (Rows, "keep_prefix", keep_uncounted),
+    "free shared pages": (Rows, "_release", free_everything),
+    "keep uncounted pages": (Rows, "_extend", keep_uncounted),
+    "hold other rows' copies": (PrefixCache, "extend", hold_copies(PrefixCache.extend)),
     "count one too many": (Rows, "write_tokens", count_the_drafts(Rows.write_tokens)),
     "decode too early": (policy, "decode_rows", decode_before_the_prompt_is_done),
     "match the last token": (PrefixCache, "match", match_everything(PrefixCache.match)),

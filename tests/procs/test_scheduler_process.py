@@ -113,7 +113,7 @@ def test_a_result_out_of_order_kills_it() -> None:
         rig.wrong_order = True
         rig.send(Request([1], 3))
         assert rig.process.wait_exit(5)
-        assert "result of step 2, the oldest is 1" in rig.process.how_it_ended()
+        assert "result of step 1, record 1; expected step 1, record 0" in rig.process.how_it_ended()
         assert rig.process.reap() == 1
 
 
