@@ -147,7 +147,7 @@ class Engine:
 
     def fail(self, reason: str) -> None:
         """The server has failed: every open exchange and question ends with that error."""
-        error = ApiError(500, f"the server has failed: {reason}", code="failed")
+        error = ApiError(500, f"the server ended before this request was done: {reason}", code="failed")
         self._rows.fail_all(error)
         for answer in self._questions.values():
             if not answer.done():

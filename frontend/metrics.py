@@ -13,6 +13,7 @@ from typing import Literal
 from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
 
 from shm.control import READY, STAGES, Control
 from shm.stats import BUCKETS_S, Histogram, Stats, StatsWriter
@@ -115,7 +116,7 @@ class _Segments(Collector):
 def _family(stage: str, name: str, value: int | float | Histogram) -> Metric:
     public, text = public_name(stage, name)
     if isinstance(value, Histogram):
-        bounds = [*(f"{bound:g}" for bound in BUCKETS_S), "+Inf"]
+        bounds = [*map(floatToGoString, BUCKETS_S), "+Inf"]
         buckets = list(zip(bounds, map(float, accumulate(value.counts)), strict=True))
         histogram = HistogramMetricFamily(public, text)
         histogram.add_metric([], buckets, value.sum)

@@ -129,7 +129,7 @@ class RowTable:
                 self._text(item, now_ns)
         elif kind == "accepted":
             row = self._find(message["row"], message["gen"])
-            if row is not None:
+            if row is not None and not row.accepted:
                 self._accept(row, message["prompt_tokens"])
         elif kind == "rejected":
             row = self._find(message["row"], message["gen"])
@@ -166,6 +166,9 @@ class RowTable:
         row = self._find(number, generation)
         if row is None:
             return
+        if not row.accepted:
+            # The detokenizer's word may overtake the tokenizer's: they are two senders.
+            self._accept(row, int(self._ledger.prompt_len[number]))
         exchange = row.exchange
         if row.finish is None and (count > row.count or finish is not None):
             assert first == row.count or not text, f"row {number}: text from {first} on, {row.count} tokens before it"

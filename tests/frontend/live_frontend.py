@@ -138,7 +138,7 @@ class LiveFrontend:
         for segment in self.segments.values():
             segment.close()
 
-    def end(self, seconds: float = 5.0) -> tuple[int, str]:
+    def end(self, seconds: float = 15.0) -> tuple[int, str]:
         """Waits for the process to end by itself; exit status and stderr."""
         code = self.process.wait(seconds)
         assert self.process.stderr is not None

@@ -55,6 +55,21 @@ def test_a_piece_that_comes_twice_counts_once() -> None:
     assert "".join(row_of.text) == "ABC" and row_of.count == 3
 
 
+def test_text_may_overtake_the_word_that_the_row_is_accepted() -> None:
+    engine = LooseEngine(max_running=1, max_queued=0)
+    exchange = engine.open(work(ids=True))
+    row, gen = engine.sent[0]["row"], engine.sent[0]["gen"]
+    engine.ledger.prompt_len[row] = 3
+    engine.ledger.tokens[row, :4] = [7, 8, 9, 65]
+    engine.text((row, gen, 0, 1, "A", "stop", True))
+    first = exchange.rows[0]
+    assert exchange.accepted and exchange.wake.is_set()
+    assert (first.prompt_tokens, first.prompt_ids, first.ids) == (3, [7, 8, 9], [65])
+    second = engine.open(work()).rows[0]
+    engine.receive([{"ev": "accepted", "row": row, "gen": gen, "prompt_tokens": 3}])
+    assert second.number == row and not second.accepted
+
+
 def test_a_gap_in_the_text_is_a_bug() -> None:
     engine = LooseEngine()
     engine.open(work())
@@ -126,9 +141,16 @@ class Rows(RuleBasedStateMachine):
             del self.held[key]
 
     @precondition(lambda self: self.held_as("accepted"))
+    @rule(data=st.data())
+    def say_accepted_late(self, data: Any) -> None:
+        row, gen = data.draw(st.sampled_from(self.held_as("accepted")))
+        self.engine.receive([{"ev": "accepted", "row": row, "gen": gen, "prompt_tokens": 1}])
+
+    @precondition(lambda self: self.held_as("sent", "accepted"))
     @rule(data=st.data(), text=st.text(max_size=3), finish=st.sampled_from([None, "stop", "length", "abort", "error"]))
     def produce(self, data: Any, text: str, finish: str | None) -> None:
-        key = data.draw(st.sampled_from(self.held_as("accepted")))
+        key = data.draw(st.sampled_from(self.held_as("sent", "accepted")))
+        self.held[key] = "accepted"
         release = finish is not None and data.draw(st.booleans())
         row = self.row_of(key)
         self.engine.text((*key, row.count, row.count + 1, text, finish, release))
