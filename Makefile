@@ -7,7 +7,9 @@ BIN    := $(VENV)/bin
 # What a change of makes an environment stale: its own requirements, and nothing else.
 STAMP_SERVE := $(VENV)/.installed-serve
 STAMP_TEST  := $(VENV)/.installed-test
-PIP_INSTALL := $(BIN)/python -m pip install --disable-pip-version-check --quiet
+# Quiet unless somebody watches. What is imported is compiled then; compiling all of torch first takes half a minute.
+PIP_INSTALL = quiet=-qq; [ -t 1 ] && quiet=; \
+	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $$quiet
 
 .PHONY: help serve test lint bench clean
 
@@ -33,7 +35,8 @@ lint: $(STAMP_TEST)
 
 test: lint
 	$(BIN)/coverage erase
-	$(BIN)/coverage run -m pytest $(ARGS)
+	COVERAGE_CORE=$$($(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")') \
+	  $(BIN)/coverage run -m pytest $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
 
