@@ -28,9 +28,8 @@ class Sender:
     """The sending end, for one thread. Messages to a receiver that is not there yet, or again, are kept."""
 
     def __init__(self, ctx: zmq.Context[Any], address: str) -> None:
-        self._ctx = ctx  # the shadow must not outlive it
-        # A shadow so that a zmq.asyncio context also gives a plain socket: sending never has to be awaited.
-        self._socket: zmq.Socket[bytes] = zmq.Context.shadow(ctx.underlying).socket(zmq.PUSH)
+        # A plain socket from a zmq.asyncio context, too: sending never has to be awaited.
+        self._socket: zmq.Socket[bytes] = ctx.socket(zmq.PUSH, socket_class=zmq.Socket)
         self._socket.set(zmq.SNDHWM, 0)
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)

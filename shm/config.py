@@ -200,7 +200,10 @@ def _convert(option: str, value: Any, hint: Any) -> Any:
         _require(isinstance(value, list | tuple), option, f"must be a list, got {value!r}")
         return tuple(_convert(option, item, typing.get_args(hint)[0]) for item in value)
     if dataclasses.is_dataclass(hint):
-        return value if isinstance(value, typing.cast(type, hint)) else typing.cast(Any, hint).from_dict(value)
+        if isinstance(value, dict):
+            return typing.cast(Any, hint).from_dict(value)
+        _require(isinstance(value, typing.cast(type, hint)), option, f"must be an object, got {value!r}")
+        return value
     expected = origin or hint
     if expected is float and type(value) is int:
         value = float(value)
