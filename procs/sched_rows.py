@@ -7,15 +7,14 @@ for rows that begin, end or need pages.
 Everything here can be rebuilt from the ledger: a fresh scheduler queues every live row again with prompt and output
 so far.
 
-Why the pages of a row that ends are free at once, though a step in flight may still write to them. Say the row ended
-in step N, and step N+1, queued already, still has it. Its page P goes to another row, whose slot writes travel with
-step N+2 or later. (1) Step N+1 reads the slot table before its fence, and the slot writes of N+2 run behind that
-fence: N+1 finds the old row, so it writes to P and to no page that was never the old row's. (2) N+2's passes run
-behind N+1's on the forward stream. The new owner writes every position of P before it reads it, and those writes come
-after the surplus ones. (3) If P becomes part of a shared prefix, it does so when the result of the new owner's last
-chunk has been processed, so N+1 is long over, and no step that knows the old row is left to be queued. (4) If P is
-kept in the prefix cache by the old row itself, it holds counted positions only, and a step in flight writes at or
-beyond the count.
+Why the pages of a row that ends or is retracted are free at once, though a step in flight may still write to them.
+Let L be the last step that has the row; no later one is queued with it. Its page P goes to another row, whose slot
+writes travel with a step behind L. (1) L reads the slot table before its fence, and those slot writes run behind the
+fence: L finds the old row, so it writes to that row's own pages and to no other. (2) The passes of the later step run
+behind those of L on the forward stream, and the new owner writes every position of P before it reads it: what L left
+there is gone by then. (3) P can become part of a shared prefix only when the result of the new owner's last chunk has
+been processed; that step ran behind L, so nothing of L is still to come. (4) What the old row itself leaves in the
+prefix cache are its counted positions, and L writes at or beyond the count.
 """
 
 import time

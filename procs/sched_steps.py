@@ -16,7 +16,20 @@ from procs.batch_state import BatchState, Ints
 from procs.sched_rows import Rows
 from shm.ledger import FINISH_LENGTH, FINISH_STOP, Ledger
 from shm.limits import STEPS_IN_FLIGHT
-from shm.records import STEP_DECODE, STEP_MIXED, ResultView, StepView
+from shm.records import (
+    CHUNK_COUNT,
+    CHUNK_ENTRY,
+    CHUNK_LAST,
+    CHUNK_ROW,
+    CHUNK_START,
+    SLOT_ENTRY,
+    SLOT_INDEX,
+    SLOT_PAGE,
+    STEP_DECODE,
+    STEP_MIXED,
+    ResultView,
+    StepView,
+)
 
 
 @dataclass(frozen=True)
@@ -65,9 +78,11 @@ class Steps:
             starts = state.cursor[chunks]
             ends = starts + counts
             last = ends == state.fill[chunks]
-            section = view.chunks[:, : len(chunks)]
-            section[0], section[1] = chunks, state.row[chunks]
-            section[2], section[3], section[4], section[5] = starts, counts, last, 0
+            view.chunks[CHUNK_ENTRY, : len(chunks)] = chunks
+            view.chunks[CHUNK_ROW, : len(chunks)] = state.row[chunks]
+            view.chunks[CHUNK_START, : len(chunks)] = starts
+            view.chunks[CHUNK_COUNT, : len(chunks)] = counts
+            view.chunks[CHUNK_LAST, : len(chunks)] = last
             state.cursor[chunks] = ends
             finals = chunks[last]
             self.rows.stats.add("prefill_tokens_total", int(counts.sum()))
@@ -171,8 +186,8 @@ def _write_slots(view: StepView, begin: int, places: Ints, state: BatchState) ->
     count: int = places.shape[1]
     if count:
         section = view.slot_writes[:, begin : begin + count]
-        section[:2] = places
-        section[2] = state.pages[places[0], places[1]]
+        section[SLOT_ENTRY], section[SLOT_INDEX] = places
+        section[SLOT_PAGE] = state.pages[places[0], places[1]]
     return begin + count
 
 
