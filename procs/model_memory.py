@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from shm.config import ModelInfo, ServerConfig
+from shm.ledger import Ledger
 from shm.tensor_map import EMBEDDING, HEAD, ModelError, llama_tensors
 
 # Bytes of one weight and of one number in the KV cache, by --dtype.
@@ -18,8 +19,6 @@ WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}
 # Measured: interpreters and libraries of the six processes, torch and the compiled kernels among them.
 PROCESS_BYTES = 900 << 20
-# Ledger planes beside the tokens: parameters and stop strings of one row.
-ROW_BYTES = 20 << 10
 GIB = 1 << 30
 
 
@@ -51,7 +50,7 @@ def memory_needed(config: ServerConfig) -> MemoryNeed:
     # While loading, one tensor lives twice more: as float32 and half converted.
     loading = 2 * 4 * max(embedding, head, *sizes.values())
     weights = sum(sizes.values()) * one + head * one + embedding * max(one, 2) + loading
-    ledger = config.rows * (config.max_len * 4 + ROW_BYTES)
+    ledger = Ledger.size(config.rows, config.max_len)
     kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
     return MemoryNeed(weights, kv_cache, PROCESS_BYTES + ledger)
 

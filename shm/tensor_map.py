@@ -30,6 +30,7 @@ BLOCKS: dict[str, tuple[int, int]] = {
     "Q4_1": (32, 20),
 }
 ELEMENTS_MAX = 1 << 40
+MESSAGE_CHARS_MAX = 1000
 
 # Parts of one decoder layer: HF name -> GGUF name, below model.layers.N. and blk.N.
 LAYER_PARTS = {
@@ -49,6 +50,11 @@ WHOLE_PARTS = {EMBEDDING: "token_embd.weight", FINAL_NORM: "output_norm.weight",
 
 class ModelError(Exception):
     """A model cannot be used, for a reason that its user can mend: one line that says what and where."""
+
+    def __init__(self, message: str) -> None:
+        # A file's own words are in it, and it ends on a terminal.
+        line = "".join(char if char.isprintable() else char.encode("unicode_escape").decode() for char in message)
+        super().__init__(line if len(line) <= MESSAGE_CHARS_MAX else line[:MESSAGE_CHARS_MAX] + "...")
 
 
 @dataclass(frozen=True)

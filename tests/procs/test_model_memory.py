@@ -1,0 +1,121 @@
+"""How much memory a server needs, and how much there is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from procs.model_files import ModelError, read_model_info
+from procs.model_memory import (
+    PROCESS_BYTES,
+    kv_bytes_per_token,
+    memory_available,
+    memory_needed,
+    require_memory,
+)
+from shm.config import ServerConfig
+from shm.ledger import Ledger
+from tests.model_factory import TinyLlama
+
+MIB = 1 << 20
+
+
+def config(folder: Path, **values: object) -> ServerConfig:
+    info = read_model_info(TinyLlama().write_hf(folder / "tiny"))
+    options = {
+        "served_model_name": "t",
+        "host": "127.0.0.1",
+        "port": 0,
+        "kv_tokens": 1600,
+        "max_len": 512,
+        "threads": 1,
+    }
+    return ServerConfig(model=info, **{**options, **values})  # type: ignore[arg-type]
+
+
+def machine(
+    root: Path, *, available_mib: int, cgroup: str = "", groups: dict[str, dict[str, str]] | None = None
+) -> Path:
+    """A root folder with proc and sys of a machine. groups: folder under sys/fs/cgroup -> file -> content."""
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/meminfo").write_text(
+        f"MemTotal: 99999999 kB\nMemFree: 1 kB\nMemAvailable: {available_mib * 1024} kB\n"
+    )
+    if cgroup:
+        (root / "proc/self/cgroup").write_text(cgroup)
+    for group, files in (groups or {}).items():
+        folder = root / "sys/fs/cgroup" / group
+        folder.mkdir(parents=True, exist_ok=True)
+        for name, content in files.items():
+            (folder / name).write_text(content + "\n")
+    return root
+
+
+def v2(limit: str, current: int, inactive: int = 0) -> dict[str, str]:
+    return {"memory.max": limit, "memory.current": str(current), "memory.stat": f"anon 1\ninactive_file {inactive}"}
+
+
+def test_kv_bytes(tmp_path: Path) -> None:
+    info = config(tmp_path).model
+    # keys and values, 2 layers, 2 KV heads of 16
+    assert kv_bytes_per_token(info, "float32") == 2 * 2 * 2 * 16 * 4
+    assert kv_bytes_per_token(info, "int8") == kv_bytes_per_token(info, "bfloat16") == 2 * 2 * 2 * 16 * 2
+
+
+def test_the_parts_of_the_estimate(tmp_path: Path) -> None:
+    small, large = memory_needed(config(tmp_path)), memory_needed(config(tmp_path, kv_tokens=3200, dtype="float32"))
+    # One page of 16 belongs to padding.
+    assert small.kv_cache == (1600 + 16) * 256
+    assert large.kv_cache == (3200 + 16) * 512
+    assert small.total == small.weights + small.kv_cache + small.processes
+    parameters = sum(array.size for array in TinyLlama().weights().values())
+    assert parameters < small.weights < 4 * parameters < large.weights
+    assert small.processes == PROCESS_BYTES + Ledger.size(64 + 1024, 512)
+    more_rows = memory_needed(config(tmp_path, max_queued=4096))
+    assert more_rows.processes > small.processes
+
+
+@pytest.mark.parametrize(
+    ("cgroup", "groups", "mib"),
+    [
+        ("", {}, 8000),
+        ("0::/\n", {".": v2("max", 10 * MIB)}, 8000),
+        ("0::/\n", {".": v2(str(500 * MIB), 100 * MIB)}, 400),
+        ("0::/\n", {".": v2(str(500 * MIB), 100 * MIB, 50 * MIB)}, 450),
+        ("0::/\n", {".": v2(str(500 * MIB), 600 * MIB)}, 0),
+        ("0::/a/b\n", {"a": v2(str(300 * MIB), 0), "a/b": v2(str(400 * MIB), 0)}, 300),
+        ("0::/a/b\n", {"a": v2("max", 0), "a/b": v2(str(200 * MIB), 0)}, 200),
+        # The container sees the host's path, but only its own files.
+        ("0::/docker/0123\n", {".": v2(str(300 * MIB), 0)}, 300),
+        (
+            "12:cpu,memory:/x\n0::/\n",
+            {
+                "memory/x": {
+                    "memory.limit_in_bytes": str(700 * MIB),
+                    "memory.usage_in_bytes": str(200 * MIB),
+                    "memory.stat": f"total_inactive_file {100 * MIB}",
+                }
+            },
+            600,
+        ),
+    ],
+)
+def test_what_is_available(tmp_path: Path, cgroup: str, groups: dict[str, dict[str, str]], mib: int) -> None:
+    root = machine(tmp_path, available_mib=8000, cgroup=cgroup, groups=groups)
+    assert memory_available(root) == mib * MIB
+
+
+def test_this_machine_has_memory() -> None:
+    assert memory_available() > 100 * MIB
+
+
+def test_too_little_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
+    root = machine(tmp_path / "root", available_mib=100)
+    with pytest.raises(ModelError, match="too little memory") as caught:
+        require_memory(config(tmp_path), root)
+    message = str(caught.value)
+    assert "--kv-tokens 1600" in message
+    assert "only 0.10 GiB are available" in message
+    assert "\n" not in message
+    require_memory(config(tmp_path), machine(tmp_path / "large", available_mib=8000))
