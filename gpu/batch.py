@@ -6,8 +6,10 @@ rotate, because no other stream ever touches it, and never may.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from gpu.device.protocol import Buffer, Device, DeviceError, Regions
 from gpu.kernels.host_step import OK, Rows, Tables, explain, gather_chunks, gather_decode
@@ -46,6 +48,17 @@ class PassShape:
     def rows(self) -> int:
         """Sequences that take part."""
         return self.decode + self.chunks
+
+
+@dataclass(frozen=True)
+class PassArrays:
+    """The parts of the buffers that a pass of one shape uses, in the order in which those who use them take them."""
+
+    model: tuple[Any, ...]  # arguments of Model.forward
+    sampler: tuple[Any, ...]  # arguments of a sampler
+    entries: NDArray[np.int32]  # [samples]
+    lengths: NDArray[np.int32]  # [samples]
+    sampled: NDArray[np.int32]  # [samples]
 
 
 class Batch:
@@ -96,6 +109,20 @@ class Batch:
             real=self.real.array,
             top_k=self.top_k.array,
             seed=self.seed.array,
+        )
+
+    def arrays(self, lane: Lane, shape: PassShape) -> PassArrays:
+        """What a pass of `shape` in `lane` works on."""
+        rows, tokens, samples = self.rows(lane), shape.tokens, shape.samples
+        logits, sampled = self.logits.array[:samples], lane.sampled.array[:samples]
+        token_planes = (rows.tokens[:tokens], rows.positions[:tokens], rows.seqs[:tokens])
+        parameters = (*(real[:samples] for real in rows.real), rows.top_k[:samples], rows.seed[:samples])
+        return PassArrays(
+            model=(*token_planes, rows.pages[: shape.rows], rows.logit_rows[:samples], logits),
+            sampler=(logits, *parameters, rows.places[:samples], sampled),
+            entries=rows.entries[:samples],
+            lengths=rows.lengths[:samples],
+            sampled=sampled,
         )
 
 

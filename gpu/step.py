@@ -29,7 +29,7 @@ from gpu.relay import Relay
 from gpu.sampling_table import SamplingTable
 from gpu.slots import SlotTable
 from shm.config import ServerConfig
-from shm.records import STEP_DECODE
+from shm.records import CHUNK_ROW, STEP_DECODE
 
 Ints = NDArray[np.int32]
 Reals = NDArray[np.float32]
@@ -122,7 +122,7 @@ class StepProgram:
         device, stream, view = self._device, self.schedule, step.view
         lane.left.wait(stream)  # SYNC lane-left
         self.fence.hold(stream, self.steps_launched)
-        rows = [self._plane.rows(row, row + 1) for row in view.chunks[1, : view.n_chunks].tolist()]
+        rows = [self._plane.rows(row, row + 1) for row in view.chunks[CHUNK_ROW, : view.n_chunks].tolist()]
         device.launch(
             stream,
             partial(lane.upload, step, self._plane),
@@ -145,9 +145,8 @@ class StepProgram:
     def _issue(self, lane: Lane, shape: PassShape) -> None:
         """Forward stream: the pass and all around it. Captured for decode steps, queued as it is for the others."""
         stream, batch, relay = self.forward, self.batch, self.relay
-        rows, samples = batch.rows(lane), shape.samples
-        entries, lengths = rows.entries[:samples], lane.lengths.array[:samples]
-        sampled = lane.sampled.array[:samples]
+        arrays = batch.arrays(lane, shape)
+        entries, lengths, sampled = batch.entries.region(), lane.lengths.region(), lane.sampled.region()
 
         def launch(name: str, fn: Callable[..., None], *args: Any, reads: Regions, writes: Regions) -> None:
             self._device.launch(stream, partial(fn, *args), reads=reads, writes=writes, name=name)
@@ -156,44 +155,30 @@ class StepProgram:
         launch(
             "gather",
             self._gather.run,
-            *(lane, rows, shape),
+            *(lane, batch.rows(lane), shape),
             reads=(*self._gather.reads, *lane.staging),
-            writes=(*self._gather.writes, *batch.gathered, lane.lengths.region()),
+            writes=(*self._gather.writes, *batch.gathered, lengths),
         )
         self.fence.record(stream, lane.index)
         launch(
             "model",
             self._model.forward,
-            *(rows.tokens[: shape.tokens], rows.positions[: shape.tokens], rows.seqs[: shape.tokens]),
-            *(rows.pages[: shape.rows], rows.logit_rows[:samples], batch.logits.array[:samples]),
+            *arrays.model,
             reads=(*batch.model_inputs, *self._kv),
             writes=(*self._kv, batch.logits.region()),
         )
-        if samples:
+        if shape.samples:
             launch(
                 "sample",
                 self._sample,
-                *(batch.logits.array[:samples], *(real[:samples] for real in rows.real)),
-                *(rows.top_k[:samples], rows.seed[:samples], rows.places[:samples], sampled),
+                *arrays.sampler,
                 reads=batch.sampler_inputs,
-                writes=(lane.sampled.region(), batch.logits.region()),  # a sampler may work in the logits
+                writes=(sampled, batch.logits.region()),  # a sampler may work in the logits
             )
-        read = batch.entries.region()
-        launch(
-            "publish",
-            relay.publish,
-            *(entries, lengths),
-            reads=(read, lane.lengths.region()),
-            writes=(relay.length.region(),),
-        )
+        publish, stash = (arrays.entries, arrays.lengths), (arrays.entries, arrays.sampled)
+        launch("publish", relay.publish, *publish, reads=(entries, lengths), writes=(relay.length.region(),))
         lane.published.record(stream)  # SYNC lengths-published
-        launch(
-            "stash",
-            relay.stash,
-            *(entries, sampled),
-            reads=(read, lane.sampled.region()),
-            writes=(relay.token.region(),),
-        )
+        launch("stash", relay.stash, *stash, reads=(entries, sampled), writes=(relay.token.region(),))
         launch("end", lane.stamp, END, reads=(), writes=(lane.clock.rows(END, END + 1),))
         lane.done.record(stream)  # SYNC step-done
 

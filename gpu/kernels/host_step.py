@@ -12,8 +12,25 @@ from numba import njit
 from numpy.typing import NDArray
 
 from gpu.kernels import native
+from shm import records
 
 assert native.CACHE_FOLDER  # importing it tells numba where compiled kernels are kept
+
+# Planes of a step descriptor. Spelt out here, because compiled kernels outlive a change in another file.
+CHUNK_ENTRY, CHUNK_ROW, CHUNK_START, CHUNK_COUNT, CHUNK_LAST = range(5)
+SLOT_ENTRY, SLOT_INDEX, SLOT_PAGE = range(3)
+SAMPLING_ENTRY, SAMPLING_REAL, SAMPLING_TOP_K, SAMPLING_SEED_LO, SAMPLING_SEED_HI = 0, 1, 4, 5, 6
+
+assert (records.CHUNK_ENTRY, records.CHUNK_ROW, records.CHUNK_START) == (CHUNK_ENTRY, CHUNK_ROW, CHUNK_START)
+assert (records.CHUNK_COUNT, records.CHUNK_LAST) == (CHUNK_COUNT, CHUNK_LAST)
+assert (records.SLOT_ENTRY, records.SLOT_INDEX, records.SLOT_PAGE) == (SLOT_ENTRY, SLOT_INDEX, SLOT_PAGE)
+assert (records.SAMPLING_ENTRY, records.SAMPLING_TOP_K) == (SAMPLING_ENTRY, SAMPLING_TOP_K)
+assert (records.SAMPLING_TEMPERATURE, records.SAMPLING_TOP_P, records.SAMPLING_MIN_P) == (
+    SAMPLING_REAL,
+    SAMPLING_REAL + 1,
+    SAMPLING_REAL + 2,
+)
+assert (records.SAMPLING_SEED_LO, records.SAMPLING_SEED_HI) == (SAMPLING_SEED_LO, SAMPLING_SEED_HI)
 
 PADDING_ENTRY = 0
 PADDING_PAGE = 0
@@ -72,7 +89,7 @@ def _fault(code, entry):  # type: ignore[no-untyped-def]
 def write_slots(table, writes, count, pages):  # type: ignore[no-untyped-def]
     """table i32[entries, pages_per_row][entry, index] = page for the first `count` of writes i32[3, cap]."""
     for i in range(count):
-        entry, index, page = writes[0, i], writes[1, i], writes[2, i]
+        entry, index, page = writes[SLOT_ENTRY, i], writes[SLOT_INDEX, i], writes[SLOT_PAGE, i]
         if entry <= PADDING_ENTRY or entry >= table.shape[0]:
             return _fault(BAD_ENTRY, entry)
         if index < 0 or index >= table.shape[1] or page <= PADDING_PAGE or page >= pages:
@@ -85,13 +102,14 @@ def write_slots(table, writes, count, pages):  # type: ignore[no-untyped-def]
 def write_sampling(real, top_k, seed, writes, write_bits, count):  # type: ignore[no-untyped-def]
     """Set the sampling parameters of `count` entries from writes i32[7, cap]; write_bits is the same as f32."""
     for i in range(count):
-        entry = writes[0, i]
+        entry = writes[SAMPLING_ENTRY, i]
         if entry <= PADDING_ENTRY or entry >= top_k.shape[0]:
             return _fault(BAD_ENTRY, entry)
         for k in range(3):
-            real[k, entry] = write_bits[1 + k, i]
-        top_k[entry] = writes[4, i]
-        lo, hi = np.uint64(np.uint32(writes[5, i])), np.uint64(np.uint32(writes[6, i]))
+            real[k, entry] = write_bits[SAMPLING_REAL + k, i]
+        top_k[entry] = writes[SAMPLING_TOP_K, i]
+        lo = np.uint64(np.uint32(writes[SAMPLING_SEED_LO, i]))
+        hi = np.uint64(np.uint32(writes[SAMPLING_SEED_HI, i]))
         seed[entry] = lo | (hi << np.uint64(32))
     return OK
 
@@ -101,11 +119,11 @@ def copy_ids(chunks, count, plane, ids):  # type: ignore[no-untyped-def]
     """Copy the tokens of `count` chunks i32[6, cap] from the ledger's plane i32[rows, max_len] to ids, end to end."""
     at = 0
     for c in range(count):
-        row, start, n = chunks[1, c], chunks[2, c], chunks[3, c]
+        row, start, n = chunks[CHUNK_ROW, c], chunks[CHUNK_START, c], chunks[CHUNK_COUNT, c]
         if row < 0 or row >= plane.shape[0] or start < 0 or n < 1 or start + n > plane.shape[1]:
-            return _fault(BAD_SOURCE, chunks[0, c])
+            return _fault(BAD_SOURCE, chunks[CHUNK_ENTRY, c])
         if at + n > ids.shape[0]:
-            return _fault(BAD_SOURCE, chunks[0, c])
+            return _fault(BAD_SOURCE, chunks[CHUNK_ENTRY, c])
         for j in range(n):
             ids[at + j] = plane[row, start + j]
         at += n
@@ -165,7 +183,7 @@ def gather_chunks(tables, chunks, count, ids, decode, rows, page_size, poison): 
     """Append `count` chunks i32[6, cap] behind `decode` decode rows; only a last chunk samples a token."""
     token, sample = decode, decode
     for c in range(count):
-        entry, start, n, last = chunks[0, c], chunks[2, c], chunks[3, c], chunks[4, c]
+        entry, start, n = chunks[CHUNK_ENTRY, c], chunks[CHUNK_START, c], chunks[CHUNK_COUNT, c]
         if entry < 0 or entry >= tables.length.shape[0]:
             return _fault(BAD_ENTRY, entry)
         fault = _take_pages(tables, entry, start + n - 1, decode + c, rows, page_size)
@@ -176,7 +194,7 @@ def gather_chunks(tables, chunks, count, ids, decode, rows, page_size, poison): 
             rows.positions[token + j] = start + j
             rows.seqs[token + j] = decode + c
         token += n
-        if last != 0:
+        if chunks[CHUNK_LAST, c] != 0:
             rows.logit_rows[sample] = token - 1
             _take_sample(tables, entry, start + n, sample, rows)
             sample += 1
