@@ -36,8 +36,8 @@ from shm.stats import StatsWriter
 from shm.tensor_map import ModelError
 from shm.trace import TraceWriter, What
 
-# Automata of the latest sets of stop strings; requests of one application have the same.
-STOP_SETS_MAX = 256
+# Automata of the latest sets of stop strings are kept: requests of one application have the same. The largest is 1 MB.
+STOP_SETS_MAX = 32
 
 Item = list[Any]
 

@@ -1,7 +1,7 @@
 """Encoding of prompts: short texts at once; long ones on a thread of their own, so that short ones need not wait.
 
 Owns the model's tokenizer and that thread. Knows nothing of requests: a text comes with what is to be done with its
-ids. May never block its caller for more than one group of short texts.
+ids, which the caller's own thread does. May never block its caller for more than one group of short texts.
 """
 
 from __future__ import annotations
@@ -10,13 +10,18 @@ import queue
 import threading
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
+from typing import TypeVar
 
 from tokenizers import Tokenizer
 
 from procs.prompt_checks import check_text_length
 
-# A megabyte takes about a second.
+# A megabyte of text takes about a second, as does a million ids.
 LONG_TEXT_CHARS = 32 * 1024
+LONG_IDS = 32 * 1024
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,15 +34,15 @@ class Work:
 
 
 class PromptEncoder:
-    """`kick` is called, on another thread, whenever a long text is done; then the owner calls take_long."""
+    """`kick` is called, on another thread, whenever something long is done; then the owner calls take_long."""
 
     def __init__(self, tokenizer: Tokenizer, kick: Callable[[], None]) -> None:
-        self.pending = 0  # long texts that are not done
+        self.pending = 0  # long texts whose `then` was not called yet
         self._tokenizer = tokenizer
         self._kick = kick
         self._longest_token = max(map(len, tokenizer.get_vocab()))
-        self._todo: queue.SimpleQueue[Work] = queue.SimpleQueue()
-        self._done: queue.SimpleQueue[tuple[Work, list[int]]] = queue.SimpleQueue()
+        self._todo: queue.SimpleQueue[Callable[[], Callable[[], None]]] = queue.SimpleQueue()
+        self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="long texts", daemon=True).start()
 
     def encode(self, works: Sequence[Work]) -> None:
@@ -51,23 +56,29 @@ class PromptEncoder:
         """Takes a long text over; returns False, and does nothing, if it is short."""
         if len(work.text) <= LONG_TEXT_CHARS:
             return False
-        self.pending += 1
-        self._todo.put(work)
+        self._later(lambda: self._ids([work.text], work.add_special_tokens)[0], work.then)
         return True
 
+    def decode(self, ids: list[int], then: Callable[[str], None]) -> None:
+        """Calls `then` with the text of ids, special tokens as they are written: at once, or in take_long if long."""
+
+        def text() -> str:
+            return self._tokenizer.decode(ids, skip_special_tokens=False)
+
+        if len(ids) <= LONG_IDS:
+            then(text())
+        else:
+            self._later(text, then)
+
     def take_long(self) -> int:
-        """Calls `then` of the long texts that are done; returns how many."""
+        """Calls `then` of whatever long is done; returns how many."""
         done = 0
         while not self._done.empty():
-            work, ids = self._done.get()
+            then = self._done.get()
             self.pending -= 1
-            work.then(ids)
+            then()
             done += 1
         return done
-
-    def decode(self, ids: list[int]) -> str:
-        """The text of ids, special tokens as they are written."""
-        return self._tokenizer.decode(ids, skip_special_tokens=False)
 
     def check_length(self, text: str, max_len: int, param: str) -> None:
         """Raises BadRequest for a text that is too long whatever its tokens are, none being longer than the longest."""
@@ -81,8 +92,12 @@ class PromptEncoder:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special) if texts else []
         return [encoding.ids for encoding in encodings]
 
+    def _later(self, compute: Callable[[], T], then: Callable[[T], None]) -> None:
+        self.pending += 1
+        self._todo.put(lambda: partial(then, compute()))
+
     def _run(self) -> None:
         while True:
-            work = self._todo.get()
-            self._done.put((work, self._ids([work.text], work.add_special_tokens)[0]))
+            compute = self._todo.get()
+            self._done.put(compute())
             self._kick()

@@ -30,11 +30,14 @@ class StopStrings:
         self.match = [0]
         for string in strings:
             self._add(string)
-        self.fail = [0] * len(self.next)
         self.starts = frozenset(self.next[0])
-        level = list(self.next[0].values())
-        while level:
-            level = [child for node in level for child in self._link(node)]
+        self.fail = [0] * len(self.next)
+        order = [0]  # by depth, so that all shorter nodes are linked before a node is
+        for node in order:
+            for char, child in self.next[node].items():
+                order.append(child)
+                link = self.fail[child] = self.step(self.fail[node], char) if node else 0
+                self.match[child] = self.match[child] or self.match[link]
 
     def _add(self, string: str) -> None:
         node = 0
@@ -48,13 +51,6 @@ class StopStrings:
                 self.match.append(0)
             node = child
         self.match[node] = len(string)
-
-    def _link(self, node: int) -> Iterable[int]:
-        for char, child in self.next[node].items():
-            link = self.step(self.fail[node], char)
-            self.fail[child] = link
-            self.match[child] = self.match[child] or self.match[link]
-        return self.next[node].values()
 
     def step(self, node: int, char: str) -> int:
         """The node of the longest suffix of (node's string + char) that some stop string begins with."""

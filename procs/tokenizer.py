@@ -162,7 +162,9 @@ class TokenizerStage:
 
     def _detokenize(self, message: Message) -> None:
         ids = check_ids(message["tokens"], self._vocab_size, "tokens")
-        text = self._encoder.decode(ids)
+        self._encoder.decode(ids, partial(self._detokenized, message))
+
+    def _detokenized(self, message: Message, text: str) -> None:
         self._frontend.send({"ev": "detokenized", "id": message["id"], "text": text})
 
     def _text(self, message: Message, add_generation_prompt: bool) -> str:

@@ -123,6 +123,14 @@ def test_held_text_is_flushed() -> None:
     assert output.flush() == "sto"
 
 
+def test_nothing_leaves_after_a_stop_string() -> None:
+    output = OutputText(TABLE, StopStrings(["b"]))
+    assert output.push([3 + byte for byte in b"abc"]) == "a"
+    assert output.push([3 + byte for byte in b"de"]) == ""
+    assert output.flush() == ""
+    assert (output.stop_count, output.count) == (2, 2)
+
+
 def test_the_largest_stop_strings() -> None:
     stops = ["a" * at + "b" + "a" * (MAX_STOP_CHARS - at - 1) for at in range(MAX_STOP_STRINGS)]
     scan = StopScan(StopStrings(stops))

@@ -296,11 +296,13 @@ def test_the_process(rig: TextRig) -> None:
         sender.send(generate(30, rig.open(30), ""))
         sender.send(generate(31, rig.open(31), "long " * 10_000))
         sender.send({"op": "tokenize", "id": 1, "prompt": "long " * 10_000})
+        sender.send({"op": "detokenize", "id": 2, "tokens": [5] * 50_000})
         ids = load_tokenizer(rig.config.model.path).encode("long " * 10_000).ids
-        answers = rig.receive(33)
+        answers = rig.receive(34)
         assert [answer["ev"] for answer in answers].count("accepted") == 30
         assert {answer["row"] for answer in answers if answer["ev"] == "rejected"} == {30, 31}
         assert [answer["count"] for answer in answers if answer["ev"] == "tokenized"] == [len(ids)]
+        assert [len(answer["text"]) for answer in answers if answer["ev"] == "detokenized"] == [50_000]
         pairs = []
         while intake.available():
             pairs += rig.take_intake(intake)
