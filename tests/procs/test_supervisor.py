@@ -150,11 +150,11 @@ def test_a_frontend_that_does_not_end_is_given_its_second_and_no_more(start: typ
 
 
 def test_a_hung_start_fails_with_its_last_words(start: type[Server]) -> None:
-    server = start({"stage": "gpu", "fake": "hang", "ready_seconds": 1.5}, FRONTEND)
+    server = start({"stage": "gpu", "fake": "hang", "ready_seconds": 6}, FRONTEND)
     status, lines = server.end()
     assert status == 1
     assert "progress gpu: counting sheep" in lines
-    assert lines[-3] == "failed gpu: not ready after 1.5 s; the last it said was: counting sheep"
+    assert lines[-3] == "failed gpu: not ready after 6 s; the last it said was: counting sheep"
 
 
 def test_draining_waits_for_open_rows(start: type[Server]) -> None:
