@@ -1,0 +1,192 @@
+"""The executor as a process with a tiny random model: ready, right, ended by SIGTERM or with its reason."""
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from procs.child_specs import CHILD_SPECS, child_environment
+from procs.model_info import read_model_info
+from procs.server_memory import ServerMemory
+from procs.stage_process import Said, StageProcess
+from shm.config import ModelInfo, ServerConfig
+from shm.ledger import Ledger
+from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout, ring_specs
+from shm.ring import Ring
+from tests.model_factory import TinyLlama
+
+(SPEC,) = (spec for spec in CHILD_SPECS if spec.stage == "gpu")
+READY_S = 300.0  # a first run compiles the kernels
+PROMPTS = {1: [5, 9, 20, 31, 44], 2: [70, 8, 8], 3: [12] * 17}
+
+
+class Tiny(TinyLlama):
+    """With a vocabulary of a size that the kernels take."""
+
+    def weights(self) -> dict[str, NDArray[np.float32]]:
+        tensors = super().weights()
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            tensors[name] = np.pad(tensors[name], ((0, -len(tensors[name]) % 16), (0, 0)))
+        return tensors
+
+    def config(self) -> dict[str, object]:
+        return super().config() | {"vocab_size": len(self.weights()["lm_head.weight"])}
+
+
+class ExecutorRig:
+    """The process, and the scheduler's ends of its rings."""
+
+    def __init__(self, model: ModelInfo, **changes: Any) -> None:
+        options: dict[str, Any] = {
+            "model": model,
+            "served_model_name": "tiny",
+            "host": "127.0.0.1",
+            "port": 0,
+            "dtype": "float32",
+            "max_running": 4,
+            "max_queued": 4,
+            "kv_tokens": 512,
+            "max_len": 128,
+            "prefill_chunk": 32,
+            "threads": 1,
+        }
+        self.config = ServerConfig(**(options | changes))
+        self.memory = ServerMemory(self.config)
+        self.ledger = Ledger(self.memory.segments["ledger"], self.config.rows, self.config.max_len)
+        bells = {stage: self.memory.control.doorbell(stage, fd) for stage, fd in self.memory.doorbell_fds.items()}
+        self.rings = {
+            name: Ring(self.memory.segments[name], bells[spec.consumer], bells[spec.producer], spec.schema)
+            for name, spec in ring_specs(self.config).items()
+        }
+        self.steps = self.rings["step"].attach_producer()
+        self.results = self.rings["result"].attach_consumer()
+        self.memory.control.set_epoch("gpu", 1)
+        self.process = StageProcess(SPEC, self.memory, child_environment(SPEC, self.config, os.environ), None)
+        self.said: list[Said] = []
+        for row, prompt in PROMPTS.items():
+            self.ledger.tokens[row, : len(prompt)] = prompt
+
+    def wait(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
+        deadline = time.monotonic() + seconds
+        while not condition():
+            self.said += self.process.listen()
+            assert not self.process.silent or condition(), self.said
+            assert time.monotonic() < deadline, self.said
+            time.sleep(0.002)
+
+    def until_ready(self) -> None:
+        self.wait(lambda: any(said.event == "ready" for said in self.said), READY_S)
+
+    def last_words(self) -> str:
+        assert self.process.wait_exit(READY_S)
+        self.said += self.process.listen()
+        return self.process.error
+
+    def push(self, number: int, decode: list[int], chunk: tuple[int, ...] | None = None, pages: int = 0) -> None:
+        view = StepLayout(self.config).view(self.steps.slot())
+        view.clear()
+        view.step = number
+        view.kind = STEP_MIXED if chunk else STEP_DECODE
+        view.n_decode, view.n_chunks, view.n_slot_writes = len(decode), int(chunk is not None), pages
+        view.decode_entries[: len(decode)] = decode
+        if chunk is not None:
+            view.chunks[:5, 0] = chunk
+            for i in range(pages):
+                view.slot_writes[:, i] = chunk[0], i, 1 + 7 * chunk[0] + i
+        self.steps.publish(view.used_nbytes, view.kind)
+
+    def result(self) -> list[int]:
+        self.wait(lambda: self.results.available() > 0)
+        record = self.results.peek()
+        view = ResultLayout(self.config).view(self.rings["result"].payloads[record.seq % self.rings["result"].slots])
+        tokens = view.tokens[0, : view.n_rows].tolist()
+        self.results.release()
+        return tokens
+
+    def close(self) -> None:
+        self.process.reap()
+        self.memory.close()
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
+    return read_model_info(Tiny().write_hf(tmp_path_factory.mktemp("tiny")))
+
+
+@pytest.fixture
+def start() -> Iterator[Callable[..., ExecutorRig]]:
+    rigs: list[ExecutorRig] = []
+
+    def begin(*args: Any, **changes: Any) -> ExecutorRig:
+        rigs.append(ExecutorRig(*args, **changes))
+        return rigs[-1]
+
+    yield begin
+    for rig in rigs:
+        rig.close()
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_row_has_the_same_tokens_alone_and_among_others(
+    start: Callable[..., ExecutorRig], model: ModelInfo, dtype: str
+) -> None:
+    """Queued one step ahead, in whole prompts and in chunks, in batches of 1 to 3 (padded to the graphs' sizes)."""
+    rig = start(model, dtype=dtype)
+    rig.until_ready()
+    alone: dict[int, list[int]] = {}
+    number = 0
+    for entry, prompt in PROMPTS.items():
+        rig.push(number := number + 1, [], (entry, entry, 0, len(prompt), 1), 6)
+        rig.push(number := number + 1, [entry])
+        alone[entry] = rig.result()
+        for _ in range(6):
+            rig.push(number := number + 1, [entry])
+            alone[entry] += rig.result()
+        alone[entry] += rig.result()
+    together: dict[int, list[int]] = {entry: [] for entry in PROMPTS}
+    running: list[int] = []
+    for entry, prompt in PROMPTS.items():
+        rig.push(number := number + 1, running, (entry, entry, 0, 2, 0), 6)
+        rig.push(number := number + 1, running, (entry, entry, 2, len(prompt) - 2, 1))
+        for rows in (running, [*running, entry]):
+            for row, token in zip(rows, rig.result(), strict=True):
+                together[row].append(token)
+        running.append(entry)
+    for _ in range(8):
+        rig.push(number := number + 1, running)
+        for row, token in zip(running, rig.result(), strict=True):
+            together[row].append(token)
+    for entry, tokens in alone.items():
+        assert len(tokens) == 8
+        assert len(set(tokens)) > 1, "a model that repeats itself proves little"
+        assert together[entry][:8] == tokens
+    rig.process.terminate()
+    assert rig.process.wait_exit(5)
+    assert rig.process.reap() == 0
+    assert rig.memory.stats.read()["gpu"]["steps_total"] == number
+    assert rig.said[0] == Said("progress", f"loading {rig.config.model.name}")
+
+
+def test_a_broken_step_ends_the_process_with_the_reason(start: Callable[..., ExecutorRig], model: ModelInfo) -> None:
+    rig = start(model)
+    rig.until_ready()
+    rig.push(1, [3])
+    assert "gather on stream forward: DeviceError: entry 3 reaches a position" in rig.last_words()
+    assert rig.process.reap() == 1
+
+
+def test_a_broken_model_is_told_in_one_line(start: Callable[..., ExecutorRig], tmp_path: Path) -> None:
+    folder = Tiny().write_hf(tmp_path / "cut")
+    info = read_model_info(folder)
+    weights = folder / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:2000])
+    rig = start(info)
+    words = rig.last_words()
+    assert str(folder) in words
+    assert "\n" not in words
+    assert rig.process.reap() == 1
