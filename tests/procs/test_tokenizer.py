@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import pytest
+from tokenizers.processors import TemplateProcessing
 
 from procs import prompt_encoder
 from procs.prompt_encoder import PromptEncoder
@@ -118,6 +119,26 @@ def test_chat_is_rendered_and_encoded_once(rig: TextRig, stage: Stage) -> None:
     assert rig.ledger.max_new[1] == rig.config.max_len - len(expected)
 
 
+def test_a_bos_token_is_added_to_text_but_not_to_a_rendered_chat(rig: TextRig, stage: Stage) -> None:
+    bos = "<|endoftext|>"
+    stage.tokenizer.post_processor = TemplateProcessing(f"{bos} $A", f"{bos} $A {bos} $B", [(bos, 0)])
+    messages = [{"role": "user", "content": "hi"}]
+    stage.stage.take(
+        [
+            generate(0, rig.open(0), "hi"),
+            generate(1, rig.open(1), messages, "chat"),
+            generate(2, rig.open(2), [5, 6], "ids"),
+            {"op": "tokenize", "id": 1, "prompt": "hi"},
+            {"op": "tokenize", "id": 2, "prompt": "hi", "add_special_tokens": False},
+            {"op": "tokenize", "id": 3, "messages": messages},
+        ]
+    )
+    assert rig.ledger.tokens[:3, 0].tolist() == [0, 1, 5]
+    counts = {answer["id"]: answer["count"] for answer in rig.receive(6) if answer["ev"] == "tokenized"}
+    assert counts[1] == counts[2] + 1 == rig.ledger.prompt_len[0]
+    assert counts[3] == rig.ledger.prompt_len[1]
+
+
 MAX_LEN = 128
 FITS = [5] * (MAX_LEN - 1)
 
@@ -128,7 +149,7 @@ FITS = [5] * (MAX_LEN - 1)
         ("text", "", {}, "prompt"),
         ("ids", [], {}, "prompt"),
         ("ids", [-1], {}, "prompt"),
-        ("ids", [300], {}, "prompt"),
+        ("ids", [304], {}, "prompt"),
         ("ids", [*FITS, 5], {}, "prompt"),
         ("ids", [*FITS, 5, 5], {}, "prompt"),
         ("ids", "text", {}, "prompt"),
@@ -140,7 +161,7 @@ FITS = [5] * (MAX_LEN - 1)
         ("text", "a", {"max_tokens": 0}, "max_tokens"),
         ("text", "a", {"max_tokens": 2**40}, "max_tokens"),
         ("text", "a", {"stop": [""]}, "stop"),
-        ("text", "a", {"stop_token_ids": [300]}, "stop_token_ids"),
+        ("text", "a", {"stop_token_ids": [304]}, "stop_token_ids"),
         ("text", "a", {"temperature": -1}, "temperature"),
         ("chat", [{"role": "user"}], {}, "messages"),
         ("chat", [], {}, "messages"),
@@ -265,7 +286,7 @@ def test_tokenize_and_detokenize(rig: TextRig, stage: Stage) -> None:
             {"op": "tokenize", "id": 1, "prompt": "the <|im_end|>", "add_special_tokens": True},
             {"op": "tokenize", "id": 2, "messages": messages, "add_generation_prompt": False},
             {"op": "detokenize", "id": 3, "tokens": [1, *stage.tokenizer.encode("the é").ids]},
-            {"op": "detokenize", "id": 4, "tokens": [300]},
+            {"op": "detokenize", "id": 4, "tokens": [304]},
             {"op": "tokenize", "id": 5, "messages": []},
             {"op": "tokenize", "id": 6, "prompt": ""},
         ]
