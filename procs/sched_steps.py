@@ -6,7 +6,7 @@ running row, since when it is written neither is known here: the step before is 
 """
 
 from collections import deque
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -32,8 +32,7 @@ from shm.records import (
 )
 
 
-@dataclass(frozen=True)
-class Flight:
+class Flight(NamedTuple):
     """A step that is queued or running: what its result will be about, frozen when the step was planned.
 
     The batch goes on changing while the step runs, so each row is named together with its incarnation.
