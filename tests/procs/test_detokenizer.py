@@ -16,7 +16,7 @@ from procs.text_stream import StopStrings
 from procs.token_text import TextTable
 from procs.tokenizer_files import load_tokenizer
 from shm.ledger import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_NAMES, FINISH_NONE, FINISH_STOP
-from tests.model_factory import EOS_TOKEN_IDS, TinyLlama
+from tests.model_factory import EOS_TOKEN_IDS, TinyLlama, vocabulary
 from tests.procs.text_rig import TextRig
 
 EOS = EOS_TOKEN_IDS[0]
@@ -220,7 +220,7 @@ def test_the_contract_holds_whatever_comes(stage: Stage, data: st.DataObject) ->
     stage.consumer.release(stage.consumer.available())  # of an example that failed
     stage.restart()
     rows = {row: stage.start(row, ["ab", "ba\ufffd", "€"]) for row in range(3)}
-    token = st.one_of(st.integers(0, 299), st.sampled_from([*ids("ab€"), EOS]))
+    token = st.one_of(st.integers(0, len(vocabulary()) - 1), st.sampled_from([*ids("ab€"), EOS]))
     outputs: dict[int, list[int]] = {row: [] for row in rows}
     items: list[list[Any]] = []
     finished: dict[int, int] = {}

@@ -76,7 +76,7 @@ def test_a_special_token_inside_a_character_changes_nothing() -> None:
 
 
 def test_hidden_ids_give_no_text() -> None:
-    table = TextTable(KINDS["byte level"], 300, hidden=(3 + ord("x"),))
+    table = TextTable(KINDS["byte level"], SIZES["byte level"], hidden=(3 + ord("x"),))
     assert streamed(table, [3 + byte for byte in b"axb"]) == "ab"
 
 

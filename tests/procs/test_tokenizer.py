@@ -16,7 +16,7 @@ from procs.prompt_encoder import PromptEncoder
 from procs.tokenizer import TokenizerStage, load_template
 from procs.tokenizer_files import load_tokenizer
 from shm.limits import INTAKE_RING_SLOTS, INTAKE_ROWS_MAX, MAX_STOP_TOKEN_IDS
-from tests.model_factory import TinyLlama
+from tests.model_factory import TinyLlama, vocabulary
 from tests.procs.text_rig import TextRig
 
 PARAMS = {
@@ -140,6 +140,7 @@ def test_a_bos_token_is_added_to_text_but_not_to_a_rendered_chat(rig: TextRig, s
 
 
 MAX_LEN = 128
+VOCAB = len(vocabulary())
 FITS = [5] * (MAX_LEN - 1)
 
 
@@ -149,7 +150,7 @@ FITS = [5] * (MAX_LEN - 1)
         ("text", "", {}, "prompt"),
         ("ids", [], {}, "prompt"),
         ("ids", [-1], {}, "prompt"),
-        ("ids", [304], {}, "prompt"),
+        ("ids", [VOCAB], {}, "prompt"),
         ("ids", [*FITS, 5], {}, "prompt"),
         ("ids", [*FITS, 5, 5], {}, "prompt"),
         ("ids", "text", {}, "prompt"),
@@ -161,7 +162,7 @@ FITS = [5] * (MAX_LEN - 1)
         ("text", "a", {"max_tokens": 0}, "max_tokens"),
         ("text", "a", {"max_tokens": 2**40}, "max_tokens"),
         ("text", "a", {"stop": [""]}, "stop"),
-        ("text", "a", {"stop_token_ids": [304]}, "stop_token_ids"),
+        ("text", "a", {"stop_token_ids": [VOCAB]}, "stop_token_ids"),
         ("text", "a", {"temperature": -1}, "temperature"),
         ("chat", [{"role": "user"}], {}, "messages"),
         ("chat", [], {}, "messages"),
@@ -286,7 +287,7 @@ def test_tokenize_and_detokenize(rig: TextRig, stage: Stage) -> None:
             {"op": "tokenize", "id": 1, "prompt": "the <|im_end|>", "add_special_tokens": True},
             {"op": "tokenize", "id": 2, "messages": messages, "add_generation_prompt": False},
             {"op": "detokenize", "id": 3, "tokens": [1, *stage.tokenizer.encode("the é").ids]},
-            {"op": "detokenize", "id": 4, "tokens": [304]},
+            {"op": "detokenize", "id": 4, "tokens": [VOCAB]},
             {"op": "tokenize", "id": 5, "messages": []},
             {"op": "tokenize", "id": 6, "prompt": ""},
         ]
