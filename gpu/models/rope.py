@@ -1,4 +1,4 @@
-"""Tables of rotary position embeddings (Su et al., "RoFormer"), with the scaling that Llama 3 uses.
+"""Tables of rotary position embeddings (Su et al., "RoFormer"), with the scalings that Llama models use.
 
 Owns which frequencies a model rotates by; never touches activations.
 """
@@ -18,14 +18,19 @@ Float32 = npt.NDArray[np.float32]
 def rope_frequencies(head_dim: int, theta: float, scaling: Mapping[str, Any] | None) -> Float32:
     """Radians per position of each pair of dims: float32 [head_dim/2].
 
-    `scaling` is Hugging Face's rope_scaling: None, or one of type "default" or "llama3". Raises ValueError for others.
+    `scaling` is None or a rope_scaling as shm.config.ModelInfo has it: "default", "linear" (factor), "llama3", or
+    "factors" (factors: a divisor of each frequency, as GGUF files of Llama 3 carry them). Raises ValueError for
+    others.
     """
     exponents = np.arange(0, head_dim, 2, dtype=np.float32) / np.float32(head_dim)
     plain: Float32 = (np.float32(1) / np.power(np.float32(theta), exponents)).astype(np.float32)
     kind = None if scaling is None else scaling.get("rope_type", scaling.get("type"))
-    if kind in (None, "default"):
+    if scaling is None or kind in (None, "default"):
         return plain
-    if kind != "llama3" or scaling is None:
+    if kind in ("linear", "factors"):
+        divisors: Float32 = np.asarray(scaling["factor" if kind == "linear" else "factors"], dtype=np.float32)
+        return plain / divisors
+    if kind != "llama3":
         raise ValueError(f"rope_scaling of type {kind!r} is not supported")
     factor, low, high = (float(scaling[k]) for k in ("factor", "low_freq_factor", "high_freq_factor"))
     context = float(scaling["original_max_position_embeddings"])
