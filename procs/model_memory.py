@@ -12,7 +12,7 @@ from pathlib import Path
 
 from shm.config import ModelInfo, ServerConfig
 from shm.ledger import Ledger
-from shm.tensor_map import EMBEDDING, HEAD, ModelError, llama_tensors
+from shm.tensor_map import ModelError, llama_tensors
 
 # Bytes of one weight and of one number in the KV cache, by --dtype.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
@@ -42,17 +42,13 @@ def kv_bytes_per_token(info: ModelInfo, dtype: str) -> int:
 
 def memory_needed(config: ServerConfig) -> MemoryNeed:
     """Estimate for a whole server."""
-    info, one = config.model, WEIGHT_BYTES[config.dtype]
+    info = config.model
     sizes = {name: math.prod(shape) for name, shape in llama_tensors(info).items()}
-    # The embedding is looked up, the head is multiplied with: two copies, the former never below two bytes.
-    embedding = sizes.pop(EMBEDDING)
-    head = sizes.pop(HEAD, embedding)
-    # While loading, one tensor lives twice more: as float32 and half converted.
-    loading = 2 * 4 * max(embedding, head, *sizes.values())
-    weights = sum(sizes.values()) * one + head * one + embedding * max(one, 2) + loading
+    # While loading, one tensor lives twice more: as float32, and half converted.
+    weights = sum(sizes.values()) * WEIGHT_BYTES[config.dtype] + 2 * 4 * max(sizes.values())
     ledger = Ledger.size(config.rows, config.max_len)
     kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
-    return MemoryNeed(weights, kv_cache, PROCESS_BYTES + ledger)
+    return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=PROCESS_BYTES + ledger)
 
 
 def memory_available(root: Path = Path("/")) -> int:

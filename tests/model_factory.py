@@ -5,8 +5,8 @@ Use from any test: `from tests.model_factory import TinyLlama`.
     TinyLlama(seed=0).write_hf(tmp_path / "hf")          -> Path of a folder in Hugging Face layout
     TinyLlama(seed=0).write_gguf(tmp_path / "m.gguf")    -> Path of the same model (weights, tokenizer) as one GGUF file
 
-Defaults: hidden 64, 2 layers, 4 heads over 2 KV heads of 16, intermediate 128, context 512, vocabulary 300 (byte-level
-BPE: ids 0..2 = <|endoftext|> (bos), <|im_start|>, <|im_end|> (eos); 256 bytes; 41 merges), a ChatML template, eos ids
+Defaults: hidden 64, 2 layers, 4 heads over 2 KV heads of 16, intermediate 128, context 512, vocabulary 304 (byte-level
+BPE: ids 0..2 = <|endoftext|> (bos), <|im_start|>, <|im_end|> (eos); 256 bytes; 45 merges), a ChatML template, eos ids
 (2, 0). Weights are scaled so that greedy output is varied. The same seed gives the same weights. Writes only under
 the path that it is given.
 """
@@ -33,7 +33,7 @@ CHAT_TEMPLATE = (
 MERGES = [
     *("Ġ t", "h e", "Ġ a", "i n", "r e", "o n", "Ġt he", "e r", "Ġ s", "a t", "Ġ w", "o r", "e n", "Ġ o", "i t", "e s"),
     *("Ġ b", "i s", "Ġ c", "a n", "o u", "in g", "a l", "Ġ m", "Ġ f", "Ġ p", "e d", "Ġo f", "Ġ in", "Ġa n", "Ġan d"),
-    *("a r", "Ġt o", "i on", "i c", "Ġ d", "l e", "r o", "Ġ h", "Ġ Ġ", "Ċ Ċ"),
+    *("a r", "Ġt o", "i on", "i c", "Ġ d", "l e", "r o", "Ġ h", "Ġ Ġ", "Ċ Ċ", "Ġ l", "Ġ n", "l y", "u r"),
 ]
 
 
@@ -45,7 +45,7 @@ def byte_alphabet() -> list[str]:
 
 
 def vocabulary() -> list[str]:
-    """The 300 tokens in id order."""
+    """The 304 tokens in id order."""
     return [*SPECIAL_TOKENS, *byte_alphabet(), *(merge.replace(" ", "") for merge in MERGES)]
 
 

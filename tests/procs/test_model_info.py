@@ -64,7 +64,7 @@ def test_both_formats_say_the_same(tmp_path: Path, tied: bool) -> None:
         dataclasses.replace(from_file, format="hf", path=from_folder.path, rms_eps=from_folder.rms_eps) == from_folder
     )
     assert (from_folder.name, from_folder.path) == ("tiny", str(tmp_path / "tiny"))
-    assert (from_folder.vocab_size, from_folder.context_len, from_folder.head_dim) == (300, 512, 16)
+    assert (from_folder.vocab_size, from_folder.context_len, from_folder.head_dim) == (304, 512, 16)
     assert (from_folder.eos_token_ids, from_folder.bos_token_id) == ((2, 0), 0)
     assert (from_folder.tie_word_embeddings, from_folder.rope_theta, from_folder.rope_scaling) == (tied, 50000.0, None)
     assert read_model_info(tmp_path / "tiny", "org/tiny").name == "org/tiny"
@@ -141,7 +141,7 @@ def test_a_mistral_whose_window_never_binds(folder: Path) -> None:
             {"intermediate_size": 96},
             r"mlp.gate_proj.weight has shape \[128, 64\] where the configuration wants \[96, 64\]",
         ),
-        ({"vocab_size": 100, "eos_token_id": 2}, r"embed_tokens.weight has shape \[300, 64\]"),
+        ({"vocab_size": 100, "eos_token_id": 2}, r"embed_tokens.weight has shape \[304, 64\]"),
         ({"rms_norm_eps": 0}, "rms_norm_eps is 0"),
         ({"rope_theta": "big"}, "rope_theta is 'big'"),
         ({"max_position_embeddings": 1}, "context_len: must be 2 to"),
@@ -155,7 +155,7 @@ def test_a_folder_that_is_refused(folder: Path, values: Any, says: str) -> None:
 
 
 def test_eos_ids_that_are_none(folder: Path) -> None:
-    for value in ([300], "2", [-5], [2.0]):
+    for value in ([304], "2", [-5], [2.0]):
         change(folder / "generation_config.json", eos_token_id=value)
         with pytest.raises(ModelError, match="eos_token_id is"):
             read_model_info(folder)
@@ -214,7 +214,7 @@ def test_weights_of_a_folder_that_are_not_a_plain_llama(folder: Path) -> None:
         (replace("tokenizer.ggml.pre", lambda w: w.add_tokenizer_pre("tekken")), "pre-tokenizer 'tekken'"),
         (replace("tokenizer.ggml.model", lambda w: w.add_tokenizer_model("llama")), "tokenizer model 'llama'"),
         (replace("tokenizer.ggml.model", lambda w: None), "tokenizer model 'none'"),
-        (replace("tokenizer.ggml.eos_token_id", lambda w: w.add_eos_token_id(300)), "eos_token_id is"),
+        (replace("tokenizer.ggml.eos_token_id", lambda w: w.add_eos_token_id(304)), "eos_token_id is"),
         (
             lambda w: w.add_tensor("blk.0.attn_q.bias", np.ones(64, np.float32)),
             "attn_q.bias is not part of a plain Llama",
