@@ -5,6 +5,7 @@ Owns stdout and stderr of the supervisor's process. It decides nothing, and it m
 
 from __future__ import annotations
 
+import contextlib
 import json
 import shlex
 import sys
@@ -78,8 +79,10 @@ class ServeReport:
     def ready(self) -> None:
         seconds = self._line.end()
         config = self._config
-        print(f"{config.served_model_name} in {config.dtype} is ready after {seconds:.1f} s at {url_of(config)}")
-        print(f"try: {curl_line(config)}", flush=True)
+        # Whoever read our output may have left; that is no reason to end a server.
+        with contextlib.suppress(BrokenPipeError):
+            print(f"{config.served_model_name} in {config.dtype} is ready after {seconds:.1f} s at {url_of(config)}")
+            print(f"try: {curl_line(config)}", flush=True)
 
     def note(self, text: str) -> None:
         self._line.end()
