@@ -6,7 +6,7 @@ never returns while anything that it started is alive. Its signal handlers only 
     STARTING --all ready--> READY --SIGTERM, SIGINT--> DRAINING --no open rows--> stopped in reverse: exit 0
         drained too slowly: FAILED, the clients are told, then stopped in reverse all the same: exit 0
         any stage ends by itself, with whatever status: FAILED, the clients are told, the rest is killed: exit 1
-        a second signal: everything is killed at once: exit 128 + its number
+        a second signal, not in the same breath: everything is killed at once: exit 128 + its number
 """
 
 from __future__ import annotations
@@ -28,6 +28,7 @@ from shm.control import DRAINING, READY
 
 TELL_CLIENTS_SECONDS = 1.0  # after a death, for the frontend to send its error events and end
 LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
+SAME_BREATH_SECONDS = 0.1  # `timeout` and others signal a process and its group: one wish, two signals
 LOOK_AGAIN_SECONDS = 0.02  # between two looks at the open rows
 
 assert TELL_CLIENTS_SECONDS + LAST_WORDS_SECONDS < 2, "from a death to the end of the server"
@@ -86,6 +87,7 @@ class Supervisor:
         self._signals = SignalPipe()
         self._stopping = False
         self.interrupted_by = 0
+        self._interrupted_s = 0.0
 
     def run(self, report: Report) -> int:
         """Serve until told to stop, in the main thread. Return the exit status of the program.
@@ -154,10 +156,11 @@ class Supervisor:
 
     def _take_signals(self) -> None:
         for caught in self._signals.take():
-            if caught != ASKED:
-                if self._stopping:
-                    raise EndAtOnce(caught)
-                self.interrupted_by = caught
+            now_s = time.monotonic()
+            if caught != ASKED and not self.interrupted_by:
+                self.interrupted_by, self._interrupted_s = caught, now_s
+            elif caught != ASKED and now_s - self._interrupted_s > SAME_BREATH_SECONDS:
+                raise EndAtOnce(caught)
             self._stopping = True
 
     def _hear(self, child: StageProcess) -> None:

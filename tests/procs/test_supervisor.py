@@ -185,11 +185,22 @@ def test_a_second_signal_ends_at_once(start: type[Server], second: signal.Signal
     server.wait_line("ready")
     server.process.send_signal(signal.SIGTERM)
     server.wait_line("note finishing")
+    time.sleep(0.15)
     began = time.monotonic()
     server.process.send_signal(second)
     status, _ = server.end()
     assert status == 128 + second
     assert time.monotonic() - began < 1
+
+
+def test_two_signals_in_one_breath_are_one(start: type[Server]) -> None:
+    server = start(GPU, {"stage": "frontend", "fake": "frontend 3 0.5"})
+    server.wait_line("ready")
+    server.process.send_signal(signal.SIGTERM)
+    server.process.send_signal(signal.SIGINT)
+    status, lines = server.end()
+    assert status == 0
+    assert "note SIGINT: ended at once" not in lines
 
 
 def test_a_death_while_draining_is_a_failure(start: type[Server]) -> None:
