@@ -15,8 +15,8 @@ from shm.segment import LayoutError, Segment, memory_available_bytes, schema_has
 def test_a_segment_is_zeroed_whole_pages_and_sealed() -> None:
     segment = Segment.create("test", 5000)
     assert segment.size == 8192 == os.fstat(segment.fd).st_size
-    assert not any(segment.buf)
     assert os.fstat(segment.fd).st_blocks * 512 >= segment.size, "allocated now, so that a store cannot be a SIGBUS"
+    assert not any(segment.buf)
     wanted = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
     assert fcntl.fcntl(segment.fd, fcntl.F_GET_SEALS) & wanted == wanted
     for size in (0, 4096, 16384):

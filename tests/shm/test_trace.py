@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from shm import child
 from shm.control import STAGES
 from shm.limits import CACHE_LINE_BYTES, TRACE_LANES, TRACE_SPANS
 from shm.segment import Segment
@@ -67,8 +68,9 @@ def test_a_span_that_its_writer_died_in_is_never_read() -> None:
 
 def test_reading_beside_a_busy_writer_gives_no_torn_span_where_a_plain_copy_does() -> None:
     trace = make()
-    pid = os.fork()
+    parent, pid = os.getpid(), os.fork()
     if pid == 0:
+        child._die_with(parent)
         writer = trace.writer("gpu", 2)
         i = 0
         while True:
