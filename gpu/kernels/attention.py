@@ -13,7 +13,6 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
-from numba import types
 from numba.core import cgutils
 
 from gpu.kernels.native import kernel
@@ -26,14 +25,15 @@ from gpu.kernels.vectors import (
     VI32,
     bf16_halves,
     const,
-    emitted,
     fma_value,
     interleave,
     load_at,
     load_f32x8,
     load_i32,
     max_lanes,
+    outlined,
     pointer,
+    prefetch,
     splat,
     splat_value,
     store_f32,
@@ -82,7 +82,6 @@ def _totals(b: ir.IRBuilder, storage: str, head: list[Values]) -> tuple[ir.Value
 
 
 def _scores(storage: str, heads: int) -> Any:
-    @emitted(types.void, *[types.int64] * 7)
     def scores(
         b: ir.IRBuilder,
         q: ir.Value,  # address of the first head's query
@@ -92,11 +91,16 @@ def _scores(storage: str, heads: int) -> Any:
         dims: ir.Value,
         out: ir.Value,  # 16 float32 for each head
         out_stride: ir.Value,
+        k_next: ir.Value,  # addresses of what will be read soon, fetched in the same steps
+        v_next: ir.Value,
     ) -> None:
         sums = _new_sums(b, heads)
         queries = [pointer(b, b.add(q, b.mul(q_stride, const(h)))) for h in range(heads)]
-        keys = pointer(b, k)
+        keys, soon = pointer(b, k), (pointer(b, k_next), pointer(b, v_next))
         with cgutils.for_range_slice(b, const(0), dims, const(2), I64) as (d, _):
+            for base in soon:
+                for line in range(0, 2 * SLOTS * CACHE_BYTES[storage], 64):
+                    prefetch(b, base, b.add(b.mul(d, k_stride), const(line)))
             for chain in (0, 1):
                 dim = b.add(d, const(chain))
                 vectors = _load_16(b, storage, keys, b.mul(dim, k_stride))
@@ -107,11 +111,10 @@ def _scores(storage: str, heads: int) -> Any:
             for i, total in enumerate(_totals(b, storage, sums[h])):
                 b.store(total, pointer(b, b.add(place, const(32 * i)), VF32), align=4)
 
-    return scores
+    return outlined(f"scores_{heads}_{storage}", scores)
 
 
 def _weighted_values(storage: str, heads: int) -> Any:
-    @emitted(types.void, *[types.int64] * 11)
     def weighted_values(
         b: ir.IRBuilder,
         p: ir.Value,  # address of the first head's weights, float32 per key
@@ -153,7 +156,7 @@ def _weighted_values(storage: str, heads: int) -> Any:
             for i, total in enumerate(_totals(b, storage, sums[h])):
                 b.store(b.fmul(total, scale), pointer(b, b.add(place, const(32 * i)), VF32), align=4)
 
-    return weighted_values
+    return outlined(f"weighted_values_{heads}_{storage}", weighted_values)
 
 
 @kernel
@@ -200,18 +203,25 @@ def _attend(storage: str) -> Callable[..., None]:
         dim_bytes, slot_bytes = size * page_size, size * head_dim
         weights = scratch + 64
         while heads > 0:
-            count = min(heads, GROUP_MAX)
-            if heads == 4:
-                count = 2
-            for first in range(0, keys, SLOTS):
-                k = k_cache + load_i32(pages + 4 * (first // page_size)) * page_bytes + size * (first % page_size)
-                place = weights + 4 * first
-                if count == 3:
-                    scores_3(q, head_bytes, k, dim_bytes, head_dim, place, room)
-                elif count == 2:
-                    scores_2(q, head_bytes, k, dim_bytes, head_dim, place, room)
-                else:
-                    scores_1(q, head_bytes, k, dim_bytes, head_dim, place, room)
+            count = 2 if heads == 4 else min(heads, GROUP_MAX)
+            k_next = k_cache + load_i32(pages) * page_bytes
+            v_here = v_cache + load_i32(pages) * page_bytes
+            first, page = 0, 0
+            while first < keys:
+                k, v_next = k_next, v_here
+                page += 1
+                ahead = load_i32(pages + 4 * page) if page * page_size < keys else load_i32(pages)
+                k_next, v_here = k_cache + ahead * page_bytes, v_cache + ahead * page_bytes
+                for slot in range(0, min(page_size, keys - first), SLOTS):
+                    place = weights + 4 * (first + slot)
+                    k_block, v_block = k + size * slot, v_next + slot_bytes * slot
+                    if count == 3:
+                        scores_3(q, head_bytes, k_block, dim_bytes, head_dim, place, room, k_next, v_block)
+                    elif count == 2:
+                        scores_2(q, head_bytes, k_block, dim_bytes, head_dim, place, room, k_next, v_block)
+                    else:
+                        scores_1(q, head_bytes, k_block, dim_bytes, head_dim, place, room, k_next, v_block)
+                first += page_size
             for h in range(count):
                 softmax_weights(weights + h * room, keys, scratch + 4 * h)
             for dim in range(0, head_dim, SLOTS):

@@ -12,7 +12,6 @@ from collections.abc import Callable
 from typing import Any
 
 from llvmlite import binding, ir
-from numba import types
 from numba.core import cgutils
 
 from gpu.kernels.native import kernel
@@ -27,9 +26,9 @@ from gpu.kernels.vectors import (
     bf16_halves,
     call_llvm,
     const,
-    emitted,
     fma_value,
     load_at,
+    outlined,
     pointer,
     prefetch,
     splat_value,
@@ -111,7 +110,6 @@ def _micro_kernel(precision: str, row_count: int) -> Any:
     accumulator = VI32 if precision == INT8 else VF32
     step, unroll = _STEPS[precision], _UNROLL[precision]
 
-    @emitted(types.void, *[types.int64] * 10)
     def block(
         b: ir.IRBuilder,
         x: ir.Value,  # address of the rows' activations
@@ -142,7 +140,7 @@ def _micro_kernel(precision: str, row_count: int) -> Any:
             results = _scaled(b, results, row_scale, column_scale)
         _deliver(b, results, out, out_stride, adds)
 
-    return block
+    return outlined(f"rows{row_count}_by_panel_{precision}", block)
 
 
 def _scaled(b: ir.IRBuilder, sums: list[Values], row_scale: ir.Value, column_scale: ir.Value) -> list[Values]:

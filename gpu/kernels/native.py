@@ -63,8 +63,8 @@ CACHE_FOLDER = _use_cache_folder()
 
 
 def kernel(function: F) -> F:
-    """Native function without the interpreter lock, for use by other native code. Division by zero gives inf or NaN."""
-    return cast(F, njit(nogil=True, error_model="numpy")(function))
+    """Native function for use by other native code only (Python cannot call it). Division by zero gives inf or NaN."""
+    return cast(F, njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
 
 
 class Entry:

@@ -22,6 +22,7 @@ LANES = 8
 
 I8, I16, I32, I64 = (ir.IntType(bits) for bits in (8, 16, 32, 64))
 F32 = ir.FloatType()
+F64 = ir.DoubleType()
 VF32 = ir.VectorType(F32, LANES)
 VI32 = ir.VectorType(I32, LANES)
 
@@ -105,6 +106,12 @@ def bf16_halves(b: ir.IRBuilder, pairs: ir.Value) -> tuple[ir.Value, ir.Value]:
 # --- functions that native code calls ---------------------------------------------------------------------------------
 
 
+def _positional(emit: Callable[..., Any]) -> inspect.Signature:
+    """What numba folds call arguments by; it has no way to fold *args."""
+    names = ["context", *list(inspect.signature(emit).parameters)[1:]]
+    return inspect.Signature([inspect.Parameter(n, inspect.Parameter.POSITIONAL_OR_KEYWORD) for n in names])
+
+
 def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
     """Make a function for native code from `emit(builder, *values) -> value`, with the numba types given."""
 
@@ -115,15 +122,33 @@ def emitted(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]
 
             return signature(result, *arguments), codegen
 
-        names = ["context", *list(inspect.signature(emit).parameters)[1:]]
-        positional = inspect.Parameter.POSITIONAL_OR_KEYWORD
-        # numba folds call arguments by this signature; it has no way to fold *args
-        typing.__signature__ = inspect.Signature([inspect.Parameter(n, positional) for n in names])  # type: ignore[attr-defined]
-        typing.__name__ = emit.__name__
-        typing.__doc__ = emit.__doc__
+        typing.__signature__ = _positional(emit)  # type: ignore[attr-defined]
+        typing.__name__, typing.__doc__ = emit.__name__, emit.__doc__
         return intrinsic(typing)
 
     return make
+
+
+def outlined(name: str, emit: Callable[..., None]) -> Any:
+    """As `emitted`, for a large `emit` without result whose arguments are all int64: one copy, called and never inlined.
+
+    `name` is unique for what is emitted. Inlining large loops at every call costs most of the time to compile.
+    """
+
+    def call(builder: ir.IRBuilder, *values: ir.Value) -> None:
+        function = builder.module.globals.get(name)
+        if function is None:
+            function = ir.Function(builder.module, ir.FunctionType(ir.VoidType(), [I64] * len(values)), name)
+            function.linkage = "linkonce_odr"
+            function.attributes.add("noinline")
+            inner = ir.IRBuilder(function.append_basic_block("entry"))
+            emit(inner, *function.args)
+            inner.ret_void()
+        builder.call(function, values)
+
+    call.__signature__ = inspect.signature(emit)  # type: ignore[attr-defined]
+    call.__name__ = name
+    return emitted(types.void, *[types.int64] * (len(inspect.signature(emit).parameters) - 1))(call)
 
 
 def _loader(name: str, result: Any, kind: ir.Type, align: int) -> Any:
@@ -144,6 +169,7 @@ def _storer(name: str, value_type: Any, align: int) -> Any:
 
 load_f32x8 = _loader("load_f32x8", f32x8, VF32, 4)
 load_f32 = _loader("load_f32", types.float32, F32, 4)
+load_f64 = _loader("load_f64", types.float64, F64, 8)
 load_i32 = _loader("load_i32", types.int32, I32, 4)
 load_i64 = _loader("load_i64", types.int64, I64, 8)
 load_u64 = _loader("load_u64", types.uint64, I64, 8)
@@ -151,6 +177,7 @@ load_i8 = _loader("load_i8", types.int8, I8, 1)
 load_u16 = _loader("load_u16", types.uint16, I16, 2)
 store_f32x8 = _storer("store_f32x8", f32x8, 4)
 store_f32 = _storer("store_f32", types.float32, 4)
+store_f64 = _storer("store_f64", types.float64, 8)
 store_i32 = _storer("store_i32", types.int32, 4)
 store_i64 = _storer("store_i64", types.int64, 8)
 store_i8 = _storer("store_i8", types.int8, 1)
