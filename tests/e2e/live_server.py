@@ -73,13 +73,20 @@ class LiveServer:
     log: Path
     args: list[str] = field(default_factory=list)
 
+    @property
+    def headers(self) -> dict[str, str]:
+        """The key, if the server wants one: /ready and /metrics are behind it."""
+        if "--api-key" not in self.args:
+            return {}
+        return {"authorization": f"Bearer {self.args[self.args.index('--api-key') + 1]}"}
+
     def text(self) -> str:
         return self.log.read_text(errors="replace")
 
     def metrics(self) -> dict[str, float]:
         """Unlabelled samples of /metrics by name."""
         found: dict[str, float] = {}
-        for line in httpx.get(self.url + "/metrics", timeout=10).text.splitlines():
+        for line in httpx.get(self.url + "/metrics", headers=self.headers, timeout=10).text.splitlines():
             if line and not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
                 found[name] = float(value)
@@ -123,7 +130,7 @@ def wait_ready(server: LiveServer, seconds: float = START_SECONDS_MAX) -> LiveSe
         assert server.process.poll() is None, f"server ended with {server.process.returncode}:\n{server.text()}"
         assert time.monotonic() < end, f"not ready after {seconds} s:\n{server.text()}"
         try:
-            if httpx.get(server.url + "/ready", timeout=5).status_code == 200:
+            if httpx.get(server.url + "/ready", headers=server.headers, timeout=5).status_code == 200:
                 return server
         except httpx.TransportError:
             pass
