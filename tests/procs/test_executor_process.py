@@ -6,9 +6,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
-from numpy.typing import NDArray
 
 from procs.child_specs import CHILD_SPECS, child_environment
 from procs.model_info import read_model_info
@@ -23,19 +21,6 @@ from tests.model_factory import TinyLlama
 (SPEC,) = (spec for spec in CHILD_SPECS if spec.stage == "gpu")
 READY_S = 300.0  # a first run compiles the kernels
 PROMPTS = {1: [5, 9, 20, 31, 44], 2: [70, 8, 8], 3: [12] * 17}
-
-
-class Tiny(TinyLlama):
-    """With a vocabulary of a size that the kernels take."""
-
-    def weights(self) -> dict[str, NDArray[np.float32]]:
-        tensors = super().weights()
-        for name in ("model.embed_tokens.weight", "lm_head.weight"):
-            tensors[name] = np.pad(tensors[name], ((0, -len(tensors[name]) % 16), (0, 0)))
-        return tensors
-
-    def config(self) -> dict[str, object]:
-        return super().config() | {"vocab_size": len(self.weights()["lm_head.weight"])}
 
 
 class ExecutorRig:
@@ -115,7 +100,7 @@ class ExecutorRig:
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> ModelInfo:
-    return read_model_info(Tiny().write_hf(tmp_path_factory.mktemp("tiny")))
+    return read_model_info(TinyLlama().write_hf(tmp_path_factory.mktemp("tiny")))
 
 
 @pytest.fixture
@@ -181,7 +166,7 @@ def test_a_broken_step_ends_the_process_with_the_reason(start: Callable[..., Exe
 
 
 def test_a_broken_model_is_told_in_one_line(start: Callable[..., ExecutorRig], tmp_path: Path) -> None:
-    folder = Tiny().write_hf(tmp_path / "cut")
+    folder = TinyLlama().write_hf(tmp_path / "cut")
     info = read_model_info(folder)
     weights = folder / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:2000])
