@@ -160,7 +160,6 @@ def build_program(stage: child.Child, device: Device) -> StepProgram:
     """Open the weights and make the model and its step program. Raises StartupError for what the user can mend."""
     from gpu.kernels.sampling import sample
     from gpu.models.llama import HostLlama
-
     from gpu.models.weights import open_weights
 
     config = stage.config
