@@ -69,7 +69,6 @@ class StepProgram:
     ) -> None:
         """ledger_tokens: plane i32[rows, max_len] of the ledger. early_lengths: copy lengths out before a step ends."""
         self._device = device
-        self._config = config
         self._model = model
         self._sample = sample
         self.relay = Relay(device, config.entries, poison=config.poison)
