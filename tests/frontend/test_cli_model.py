@@ -43,9 +43,7 @@ def nothing_left() -> Iterator[None]:
 def test_generate_answers_the_same_text_twice(model: Path) -> None:
     answers = []
     for _ in range(2):
-        process = started(
-            "generate", "the sea", "--model", str(model), "--raw", "--max-tokens", "12", "--dtype", "float32"
-        )
+        process = started("generate", "the sea", "--model", str(model), "--raw", "--max-tokens", "12")
         out, errors = process.communicate(timeout=240)
         assert (process.returncode, errors) == (0, "")
         answers.append(out)
