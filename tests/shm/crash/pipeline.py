@@ -243,10 +243,10 @@ def kill_at_every_bytecode(role: Role, stride: int = 1) -> tuple[Checker, int]:
     return checker, kills
 
 
-def kill_at_random(kills: int, seed: int, source: Role = Source, stage: Role = Stage) -> tuple[Checker, int]:
+def kill_at_random(kills: int, seed: int, source: Role = Source, stage: Role = Stage) -> tuple[Checker, int, int]:
     """Run both roles as processes, kill them `kills` times, some while stopped; then both must still get on.
 
-    Returns the checker, and how many records came through after the last kill.
+    Returns the checker, the number of kills, and how many records came through after the last one.
     """
     rng = random.Random(seed)
     pipe = Pipe()
@@ -272,7 +272,7 @@ def kill_at_random(kills: int, seed: int, source: Role = Source, stage: Role = S
         before, end = checker.records, time.monotonic() + STALL_S
         while checker.records < before + 200 and time.monotonic() < end and not checker.errors:
             checker.wait_and_drain(50)
-        return checker, checker.records - before
+        return checker, done, checker.records - before
     finally:
         for pid in pids.values():
             os.kill(pid, signal.SIGKILL)
