@@ -242,9 +242,14 @@ class RingConsumer:
         assert 0 <= n <= self._words[_HEAD] - self.tail, (n, self.tail)
         if not STORES_ARE_ORDERED:
             fence()
-        self._words[_TAIL] = self.tail = self.tail + n  # SYNC ring-released
+        before = self.tail
+        self._words[_TAIL] = self.tail = before + n  # SYNC ring-released
         if self.ring.producer_bell is not None:
-            self.ring.producer_bell.ring()
+            fence()  # tail stored before, head read after: a producer that fills the ring later sees this tail
+            # Only a producer that finds the ring full waits for space. Ringing it for anything less would cost the
+            # scheduler a needless wake-up a step.
+            if self._words[_HEAD] - before >= self.ring.slots:
+                self.ring.producer_bell.ring()
 
     def resume_after(self, source_seq: int | None) -> None:
         """Release every record up to and including `source_seq`, the last one whose output was published."""

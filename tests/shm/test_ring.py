@@ -231,6 +231,11 @@ def test_bells_are_rung_for_a_waiting_side_and_kicked_on_attach() -> None:
     producer.push(np.zeros(1, np.int32))
     assert took(bells[0]) and not took(bells[1])
     consumer.release()
+    assert not took(bells[1]), "the ring was not full: no producer can be waiting for space"
+    while producer.space():
+        producer.push(np.zeros(1, np.int32))
+    assert took(bells[0])
+    consumer.release()
     assert took(bells[1]) and not took(bells[0])
 
 
