@@ -111,18 +111,9 @@ def medians(runs: Sequence[Figures]) -> Figures:
     return Figures(**values)  # type: ignore[arg-type]
 
 
-HEADINGS = (
-    "server",
-    "at once",
-    "tokens/s",
-    "ratio",
-    "TTFT p50 / p99 ms",
-    "inter-token p50 / p99 ms",
-    "steps/s",
-    "device idle",
-    "client CPU",
-    "failed",
-)
+HEADINGS = ("server", "at once", "tokens/s", "ratio", "TTFT", "between", "steps/s", "idle", "client", "failed")
+LEGEND = """TTFT: to the first token; between: between tokens; each p50/p99 in ms
+idle: share of time that the device waited between steps; client: CPU of this benchmark; ratio: to the first server"""
 
 
 def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
@@ -138,8 +129,8 @@ def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
                         str(level),
                         f"{one.tokens_per_s:.1f}",
                         f"{one.tokens_per_s / tokens_per_s:.2f}" if tokens_per_s else "-",
-                        f"{one.ttft_ms_p50:.0f} / {one.ttft_ms_p99:.0f}",
-                        f"{one.inter_token_ms_p50:.1f} / {one.inter_token_ms_p99:.1f}",
+                        f"{one.ttft_ms_p50:.0f}/{one.ttft_ms_p99:.0f}",
+                        f"{one.inter_token_ms_p50:.1f}/{one.inter_token_ms_p99:.1f}",
                         "-" if one.steps_per_s is None else f"{one.steps_per_s:.1f}",
                         "-" if one.device_idle_share is None else f"{one.device_idle_share:.2%}",
                         f"{one.client_cpu_share:.1%}",
@@ -147,3 +138,16 @@ def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
                     )
                 )
     return rows
+
+
+def table_text(results: dict[str, list[Figures]]) -> str:
+    """Lays out the table in columns of plain text, with its legend, about 80 wide."""
+    rows = [HEADINGS, *table_rows(results)]
+    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
+    lines = [
+        "  ".join(
+            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+        )
+        for row in rows
+    ]
+    return "\n".join([*lines, LEGEND])

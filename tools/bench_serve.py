@@ -27,9 +27,8 @@ import orjson
 import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
 
-from tools.bench_figures import HEADINGS, Counters, Figures, figures, medians, read_counters, table_rows
+from tools.bench_figures import Counters, Figures, figures, medians, read_counters, table_text
 from tools.openai_stream import Lane, Timing
 
 PROMPTS = Path(__file__).with_name("data") / "sharegpt_prompts.jsonl"
@@ -242,7 +241,6 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Measures and prints. Returns 0, or 1 with one line on stderr when a server or a request failed."""
     options = parse(argv)
-    console = Console()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         prompts = load_prompts(options.prompts, options.prompt_chars_max)
@@ -265,10 +263,8 @@ def main(argv: list[str] | None = None) -> int:
         else:
             options.json.write_bytes(text + b"\n")
     if str(options.json) != "-":
-        table = Table(*HEADINGS, title=f"{options.output_tokens} tokens out, medians of {options.repeat}")
-        for row in table_rows(results):
-            table.add_row(*row)
-        console.print(table)
+        print(f"{options.endpoint}, {options.output_tokens} tokens out, medians of {options.repeat} runs")
+        print(table_text(results))
     return 1 if any(one.failed for runs in singles.values() for one in runs) else 0
 
 

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.bench_figures import Counters, Figures, figures, medians, percentile, read_counters, table_rows
+from tools.bench_figures import Counters, Figures, figures, medians, percentile, read_counters, table_rows, table_text
 from tools.openai_stream import Answer, Timing
 
 METRICS = """# HELP stepahead_gpu_steps_total steps
@@ -99,6 +99,8 @@ def test_ratios_are_to_the_first_server_level_by_level() -> None:
         return Figures(level, 8, 0, 1, 1, rate, 1, 1, 1, 1, 5.0, 0.001, 0.01)
 
     rows = table_rows({"other": [one(1, 50.0), one(8, 100.0)], "ours": [one(1, 60.0), one(8, 300.0)]})
+    text = table_text({"other": [one(1, 50.0)], "ours": [one(1, 60.0)]}).splitlines()
+    assert len({len(line) for line in text[:3]}) == 1 and len(text[0]) <= 80
     assert [(row[0], row[1], row[3]) for row in rows] == [
         ("other", "1", "1.00"),
         ("ours", "1", "1.20"),
