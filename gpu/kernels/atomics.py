@@ -1,8 +1,7 @@
 """Atomic words, waiting and calls by address, for native code that runs on several threads at once.
 
-Owns nothing; every operation is sequentially consistent. Blocking is a POSIX semaphore of the C library, so that a thread
-can sleep and be woken without the interpreter lock.
-"""
+Owns nothing; every operation is sequentially consistent. Blocking is a POSIX semaphore of the C library, so that a
+thread can sleep and be woken without the interpreter lock."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ from llvmlite import binding, ir
 from numba import types
 from numba.core import cgutils
 
-from gpu.kernels.vectors import I8, I32, I64, const, emitted, pointer
+from gpu.kernels.emit import I8, I32, I64, const, emitted, pointer
 
 WORD = types.int64
 ORDER = "seq_cst"

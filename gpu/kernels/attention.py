@@ -1,10 +1,9 @@
 """Paged attention of one query row over its own keys, for a group of query heads that share a key/value head.
 
-Owns the order of the sums. Scores of all keys first, then the softmax over them, then the weighted sum of the values: keys
-0 to n-1 in order, even and odd ones (and even and odd dims of the scores) as two chains that are added at the end. The
-result depends on the query and its n keys only: decoding and prefill run the same code. Slots behind the last key are
-never used, whatever they hold.
-"""
+Owns the order of the sums. Scores of all keys first, then the softmax over them, then the weighted sum of the values:
+keys 0 to n-1 in order, even and odd ones (and even and odd dims of the scores) as two chains that are added at the
+end. The result depends on the query and its n keys only: decoding and prefill run the same code. Slots behind the
+last key are never used, whatever they hold."""
 
 from __future__ import annotations
 
@@ -15,9 +14,7 @@ import numpy as np
 from llvmlite import ir
 from numba.core import cgutils
 
-from gpu.kernels.native import kernel
-from gpu.kernels.rows import exp8
-from gpu.kernels.vectors import (
+from gpu.kernels.emit import (
     F32,
     I32,
     I64,
@@ -28,19 +25,14 @@ from gpu.kernels.vectors import (
     fma_value,
     interleave,
     load_at,
-    load_f32x8,
-    load_i32,
-    max_lanes,
     outlined,
     pointer,
     prefetch,
-    splat,
     splat_value,
-    store_f32,
-    store_f32x8,
-    sum_lanes,
-    vmax,
 )
+from gpu.kernels.native import kernel
+from gpu.kernels.rows import exp8
+from gpu.kernels.vectors import load_f32x8, load_i32, max_lanes, splat, store_f32, store_f32x8, sum_lanes, vmax
 
 SLOTS = 16  # keys, or dims of a value, that are worked on at once; page size and head size are multiples of it
 GROUP_MAX = 3  # query heads at once: 3 x 2 vectors x 2 chains make 12 accumulators
@@ -67,9 +59,7 @@ def _new_sums(b: ir.IRBuilder, heads: int) -> Sums:
     return sums
 
 
-def _add_product(
-    b: ir.IRBuilder, sums: Sums, chain: int, factors: Values, vectors: tuple[ir.Value, ir.Value]
-) -> None:
+def _add_product(b: ir.IRBuilder, sums: Sums, chain: int, factors: Values, vectors: tuple[ir.Value, ir.Value]) -> None:
     for head, factor in enumerate(factors):
         for i in (0, 1):
             place = sums[head][i][chain]

@@ -9,40 +9,43 @@ import argparse
 import statistics
 import time
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from gpu.kernels.sampling import sample
 from gpu.models.llama import HostLlama
+from shm.config import ModelInfo
 
 PAGE_SIZE = 16
 CONTEXT = 256  # keys of every row in the attention timing
 
 
-@dataclass(frozen=True)
-class Shape:
-    """SmolLM2-135M."""
-
-    vocab_size: int = 49152
-    hidden_size: int = 576
-    num_layers: int = 30
-    num_heads: int = 9
-    num_kv_heads: int = 3
-    head_dim: int = 64
-    intermediate_size: int = 1536
-    rope_theta: float = 100000.0
-    rope_scaling: Any = None
-    rms_eps: float = 1e-5
-    tie_word_embeddings: bool = True
+SHAPE = ModelInfo(
+    name="SmolLM2-135M with random weights",
+    path="none",
+    format="hf",
+    vocab_size=49152,
+    context_len=8192,
+    hidden_size=576,
+    num_layers=30,
+    num_heads=9,
+    num_kv_heads=3,
+    head_dim=64,
+    intermediate_size=1536,
+    rope_theta=100000.0,
+    rope_scaling=None,
+    rms_eps=1e-5,
+    tie_word_embeddings=True,
+    eos_token_ids=(2,),
+    bos_token_id=1,
+)
 
 
 class RandomWeights:
     """Normal weights of a spread that keeps activations of a llama-like model near one."""
 
-    def __init__(self, shape: Any) -> None:
+    def __init__(self, shape: ModelInfo) -> None:
         self._shape = shape
         self._random = np.random.default_rng(1)
 
@@ -112,9 +115,9 @@ def time_sampling(model: HostLlama, count: int) -> None:
     seeds, positions = np.arange(count, dtype=np.uint64), np.arange(count, dtype=np.int32)
 
     def run(temperature: float, top_p: float, top_k: int) -> Callable[[], None]:
-        columns = [np.full(count, v, np.float32) for v in (temperature, top_p, 0.0)]
+        heat, mass, floor = (np.full(count, v, np.float32) for v in (temperature, top_p, 0.0))
         ks = np.full(count, top_k, np.int32)
-        return lambda: sample(logits, *columns, ks, seeds, positions, out, team=model.team)
+        return lambda: sample(logits, heat, mass, floor, ks, seeds, positions, out, team=model.team)
 
     greedy, plain, filtered = (timed(run(*a), 0.5) for a in ((0.0, 1.0, 0), (0.8, 1.0, 0), (0.8, 0.9, 50)))
     print(f"{count:4d} rows: greedy {greedy}  temperature {plain}  top_k+top_p {filtered}")
@@ -128,11 +131,8 @@ def main() -> None:
     parser.add_argument("--rows", type=int, nargs="*", default=[1, 8, 32, 128])
     parser.add_argument("--seconds", type=float, default=1.5)
     options = parser.parse_args()
-    shape = Shape()
     begin = time.perf_counter()
-    model = HostLlama(
-        shape, RandomWeights(shape), options.dtype, PAGE_SIZE, 2100, 64, 1024, 128, options.threads
-    )
+    model = HostLlama(SHAPE, RandomWeights(SHAPE), options.dtype, PAGE_SIZE, 2100, 64, 1024, 128, options.threads)
     print(f"{options.dtype}, {options.threads} threads; ready after {time.perf_counter() - begin:.1f} s; ms a pass")
     for count in options.rows:
         layers = timed(rows_of(model, count, 0, 0), options.seconds)

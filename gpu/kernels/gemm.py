@@ -1,10 +1,10 @@
 """Matrix product of a few rows with packed weights, in int8, bfloat16 and float32.
 
-Owns the micro kernels (up to 6 rows by 16 columns, all accumulators in registers) and the layout of a weight panel. A panel
-holds 16 output columns, k running slowest: `[k/2][16][2]` for int8 and bfloat16, `[k][16]` for float32. Each output is one
-chain over k from 0 upwards in one lane, so that its bits depend on its row and its column only: never on how many rows are
-computed together, and never on which thread does it. int8 sums are int32 and exact (`activation_limit` keeps them in range).
-"""
+Owns the micro kernels (up to 6 rows by 16 columns, all accumulators in registers) and the layout of a weight panel. A
+panel holds 16 output columns, k running slowest: `[k/2][16][2]` for int8 and bfloat16, `[k][16]` for float32. Each
+output is one chain over k from 0 upwards in one lane, so that its bits depend on its row and its column only: never
+on how many rows are computed together, and never on which thread does it. int8 sums are int32 and exact
+(`activation_limit` keeps them in range)."""
 
 from __future__ import annotations
 
@@ -14,8 +14,7 @@ from typing import Any
 from llvmlite import binding, ir
 from numba.core import cgutils
 
-from gpu.kernels.native import kernel
-from gpu.kernels.vectors import (
+from gpu.kernels.emit import (
     F32,
     I8,
     I16,
@@ -33,6 +32,7 @@ from gpu.kernels.vectors import (
     prefetch,
     splat_value,
 )
+from gpu.kernels.native import kernel
 
 COLUMNS = 16  # of a panel
 ROWS_MAX = 6  # of a micro kernel: 12 accumulators, 2 weight vectors, 2 others make 16 registers

@@ -29,7 +29,7 @@ SOURCES = ("kernels", "models")
 
 
 def cache_root() -> Path:
-    """Folder below which compiled kernels are kept: NUMBA_CACHE_DIR, else XDG_CACHE_HOME or ~/.cache, /stepahead/numba."""
+    """Where compiled kernels are kept: NUMBA_CACHE_DIR, else stepahead/numba below XDG_CACHE_HOME or ~/.cache."""
     chosen = os.environ.get("NUMBA_CACHE_DIR")
     if chosen:
         return Path(chosen)

@@ -1,8 +1,8 @@
 """Packing of float32 weight matrices into panels, and the reading back of single rows as embeddings.
 
-Owns the rounding of weights: int8 with one scale per output channel (absmax / 127), bfloat16 to nearest even, or float32
-as it is. Layouts are those of `gemm`. Work is shared by panels; a panel's bytes depend on its own 16 rows only.
-"""
+Owns the rounding of weights: int8 with one scale per output channel (absmax / 127), bfloat16 to nearest even, or
+float32 as it is. Layouts are those of `gemm`. Work is shared by panels; a panel's bytes depend on its own 16 rows
+only."""
 
 from __future__ import annotations
 
@@ -21,7 +21,6 @@ from gpu.kernels.vectors import (
     load_f32x8,
     load_i8,
     load_i32,
-    load_i64,
     load_u16,
     max_lanes_i32,
     round_to_i32,
@@ -34,6 +33,7 @@ from gpu.kernels.vectors import (
     store_i32,
     store_u16,
     vmax_i32,
+    word,
 )
 
 SOURCE, ROWS, K, TARGET, SCALES, PANEL_STEP, SCRATCH, SCRATCH_BYTES = range(8)  # words of the job's block
@@ -90,10 +90,10 @@ def _pack(
 ) -> Callable[[int, int, int, int], None]:
     @kernel
     def pack(worker: int, block: int, control: int, first: int) -> None:
-        source, rows = load_i64(block + 8 * SOURCE), load_i64(block + 8 * ROWS)
-        k, target = load_i64(block + 8 * K), load_i64(block + 8 * TARGET)
-        scales, step = load_i64(block + 8 * SCALES), load_i64(block + 8 * PANEL_STEP)
-        scratch = load_i64(block + 8 * SCRATCH) + worker * load_i64(block + 8 * SCRATCH_BYTES)
+        source, rows = word(block, SOURCE), word(block, ROWS)
+        k, target = word(block, K), word(block, TARGET)
+        scales, step = word(block, SCALES), word(block, PANEL_STEP)
+        scratch = word(block, SCRATCH) + worker * word(block, SCRATCH_BYTES)
         panels = (rows + COLUMNS - 1) // COLUMNS
         while True:
             number = take(control, first, panels)

@@ -1,35 +1,34 @@
 """Sampling of one token a row from logits, with randomness that depends on (seed, position) and nothing else.
 
-Owns the order of the filters and of the sums: temperature, then min_p, then top_k, then top_p (as vLLM's), then one draw by
-inverse distribution function in the order of the vocabulary. A row's token depends on its own logits and parameters only. It
-keeps no state between calls and never draws from a generator that does.
+Owns the order of the filters and of the sums: temperature, then min_p, then top_k, then top_p (as vLLM's), then one
+draw by inverse distribution function in the order of the vocabulary. A row's token depends on its own logits and
+parameters only. It keeps no state between calls and never draws from a generator that does.
 
 - temperature below 1e-5: the first of the largest logits; nothing else is looked at.
 - weight of a token: exp((logit - largest) / temperature), so the likeliest has weight 1.
 - min_p: weights below min_p go. top_k: weights below the k-th largest go (ties with it stay).
-- top_p: tokens by falling weight, lower ids first among equals, as long as those before hold less than top_p of what is left.
-- draw: the first token at which the running sum of the weights exceeds u * total.
-"""
+- top_p: tokens by falling weight, lower ids first among equals, as long as those before hold less than top_p of what
+  is left.
+- draw: the first token at which the running sum of the weights exceeds u * total."""
 
 from __future__ import annotations
 
 import weakref
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from gpu.kernels.filters import draw_listed, filter_bytes, filter_weights
 from gpu.kernels.native import entry, kernel
 from gpu.kernels.rows import exp8
-from gpu.kernels.team import Team, await_phase, finish, take
+from gpu.kernels.team import Team, aligned, await_phase, finish, take
 from gpu.kernels.vectors import (
     bits_of,
-    bits_of_f32,
     keep_above,
     load_f32,
     load_f32x8,
-    load_f64,
     load_i32,
-    load_i64,
     load_u64,
     max_lanes,
     max_lanes_i32,
@@ -37,20 +36,20 @@ from gpu.kernels.vectors import (
     splat_i32,
     store_f32,
     store_f32x8,
-    store_f64,
     store_i32,
     sum_lanes,
     vmax,
     vmax_i32,
+    word,
 )
 
-Float32, Int32 = npt.NDArray[np.float32], npt.NDArray[np.int32]
+Float32 = npt.NDArray[np.float32]
+Int32 = npt.NDArray[np.int32]
 
 GREEDY_BELOW = 1e-5
 STRIPE = 64  # tokens whose weights are summed as a unit
-BUCKETS = 1024  # of a radix pass: bits 20..29 of the weight's float, then 10..19, then 0..9; weights lie in (0, 1]
 INFINITY_BITS = 0x7F800000
-SMALLEST_GOAL = 1e-300  # top_p = 0 keeps one token
+NO_TOP_K = np.int64(0)
 MINUS_INFINITY = np.float32(-np.inf)
 
 # Words of the job's block.
@@ -61,7 +60,7 @@ GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5
 
 
 @kernel
-def _mix(z):  # type: ignore[no-untyped-def]
+def _mix(z: Any) -> Any:
     """Finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
     z = (z ^ (z >> np.uint64(30))) * MIX_1
     z = (z ^ (z >> np.uint64(27))) * MIX_2
@@ -69,14 +68,14 @@ def _mix(z):  # type: ignore[no-untyped-def]
 
 
 @kernel
-def uniform(seed, position, draw):  # type: ignore[no-untyped-def]
+def uniform(seed: Any, position: Any, draw: Any) -> Any:
     """Number `draw` (uint64) of a token's numbers in [0, 1), 53 bits, for seed and position (uint64)."""
     key = _mix(_mix(seed + GOLDEN) + position * GOLDEN)
     return np.float64(_mix(key + draw * GOLDEN) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @kernel
-def _largest(logits: int, padded: int) -> float:
+def _largest(logits: int, padded: int) -> Any:
     """Largest of the logits; NaN when one is NaN."""
     best, magnitude = load_f32x8(logits), splat_i32(0)
     for i in range(0, 4 * padded, 32):
@@ -100,7 +99,9 @@ def _first_of(logits: int, largest: float) -> int:
 
 
 @kernel
-def _weigh(logits: int, padded: int, largest: float, temperature: float, min_p: float, weights: int, sums: int) -> float:
+def _weigh(
+    logits: int, padded: int, largest: float, temperature: float, min_p: float, weights: int, sums: int
+) -> float:
     """Weights of all tokens, their sums by stripe (float32), and the total of these."""
     top, inverse, floor = splat(largest), splat(np.float32(1.0) / temperature), splat(min_p)
     total = 0.0
@@ -140,128 +141,14 @@ def _draw_all(weights: int, sums: int, padded: int, goal: float) -> int:
 
 
 @kernel
-def _draw_listed(tokens: int, weights: int, count: int, u: float) -> int:
-    """Token of a list at which the running sum exceeds u * total."""
-    total = 0.0
-    for i in range(count):
-        total += load_f32(weights + 4 * i)
-    before, chosen = 0.0, count - 1
-    for i in range(count):
-        before += load_f32(weights + 4 * i)
-        if before > u * total:
-            chosen = i
-            break
-    return load_i32(tokens + 4 * chosen)
-
-
-@kernel
-def _histogram(weights: int, count: int, shift: int, prefix: int, by_mass: int, buckets: int) -> None:
-    """Count, or sum, the positive weights whose bits above `shift` + 10 are `prefix`, by the next 10 bits."""
-    for i in range(BUCKETS):
-        store_f64(buckets + 8 * i, 0.0)
-    for i in range(count):
-        weight = load_f32(weights + 4 * i)
-        bits = np.int64(bits_of_f32(weight))
-        if bits > 0 and (bits >> (shift + 10)) == prefix:
-            place = buckets + 8 * ((bits >> shift) & (BUCKETS - 1))
-            store_f64(place, load_f64(place) + (np.float64(weight) if by_mass else 1.0))
-
-
-@kernel
-def _cross(buckets: int, before: float, goal: float) -> tuple[int, float]:
-    """Highest bucket at which the sum from above reaches `goal`, and the sum before it; -1 when none does."""
-    for i in range(BUCKETS - 1, -1, -1):
-        inside = load_f64(buckets + 8 * i)
-        if inside > 0 and before + inside >= goal:
-            return i, before
-        before += inside
-    return -1, before
-
-
-@kernel
-def _list_all(weights: int, padded: int, least_bits: int, tokens: int, listed: int) -> int:
-    """List tokens and weights of bits >= `least_bits` in the order of the vocabulary; returns their number."""
-    count = 0
-    for i in range(padded):
-        weight = load_f32(weights + 4 * i)
-        store_i32(tokens + 4 * count, np.int32(i))
-        store_f32(listed + 4 * count, weight)
-        count += 1 if bits_of_f32(weight) >= least_bits else 0
-    return count
-
-
-@kernel
-def _cut(tokens: int, listed: int, count: int, goal: float, by_mass: int, buckets: int) -> int:
-    """Shorten a list to its heaviest tokens whose number, or mass, reaches `goal`; returns the new number.
-
-    By number, ties with the last one stay; by mass, tied tokens of higher ids go.
-    """
-    prefix, before = 0, 0.0
-    for level in range(3):
-        shift = 20 - 10 * level
-        _histogram(listed, count, shift, prefix, by_mass, buckets)
-        bucket, before = _cross(buckets, before, goal)
-        if bucket < 0:
-            return count
-        prefix = prefix << 10 | bucket
-    kept = 0
-    for i in range(count):
-        weight = load_f32(listed + 4 * i)
-        bits = np.int64(bits_of_f32(weight))
-        if bits < prefix:
-            continue
-        if by_mass and bits == prefix:
-            if before >= goal:
-                continue
-            before += weight
-        store_i32(tokens + 4 * kept, load_i32(tokens + 4 * i))
-        store_f32(listed + 4 * kept, weight)
-        kept += 1
-    return kept
-
-
-@kernel
-def _total(weights: int, count: int) -> float:
-    total = 0.0
-    for i in range(count):
-        total += load_f32(weights + 4 * i)
-    return total
-
-
-@kernel
-def _filtered(weights: int, padded: int, top_k: int, top_p: float, total: float, scratch: int) -> int:
-    """Fill the list behind `scratch` with what top_k and top_p leave; returns its length."""
-    buckets = scratch
-    tokens = scratch + 8 * BUCKETS
-    listed = tokens + 4 * padded + 64
-    by_mass = 0 if top_k > 0 else 1
-    goal = np.float64(top_k) if top_k > 0 else max(np.float64(top_p) * total, SMALLEST_GOAL)
-    # One pass over the vocabulary finds a coarse bound; all else works on the tokens above it.
-    _histogram(weights, padded, 20, 0, by_mass, buckets)
-    bucket, _ = _cross(buckets, 0.0, goal)
-    count = _list_all(weights, padded, max(1, bucket << 20), tokens, listed)
-    if bucket >= 0:
-        count = _cut(tokens, listed, count, goal, by_mass, buckets)
-    if top_k > 0 and top_p < 1:
-        mass = max(np.float64(top_p) * _total(listed, count), SMALLEST_GOAL)
-        count = _cut(tokens, listed, count, mass, 1, buckets)
-    return count
-
-
-@kernel
-def _word(block: int, index: int) -> int:
-    return load_i64(block + 8 * index)
-
-
-@kernel
-def _sample_row(block: int, row: int, scratch: int) -> int:
+def _sample_row(block: int, row: int, scratch: int) -> Any:
     """Token of one row, -1 when its logits are no distribution."""
-    vocab = _word(block, VOCAB)
+    vocab = word(block, VOCAB)
     padded = (vocab + STRIPE - 1) // STRIPE * STRIPE
-    logits = _word(block, LOGITS) + 4 * vocab * row
+    logits = word(block, LOGITS) + 4 * vocab * row
     weights = scratch
     sums = weights + 4 * padded
-    copy = sums + 4 * (padded // STRIPE) + 64
+    copy = sums + 8 * (padded // STRIPE)
     if padded != vocab:
         for i in range(padded):
             store_f32(copy + 4 * i, load_f32(logits + 4 * i) if i < vocab else MINUS_INFINITY)
@@ -269,33 +156,32 @@ def _sample_row(block: int, row: int, scratch: int) -> int:
     largest = _largest(logits, padded)
     if not abs(largest) < np.inf:
         return -1
-    temperature = load_f32(_word(block, TEMPERATURE) + 4 * row)
+    temperature = load_f32(word(block, TEMPERATURE) + 4 * row)
     if temperature < GREEDY_BELOW:
         return _first_of(logits, largest)
-    top_p, min_p = load_f32(_word(block, TOP_P) + 4 * row), load_f32(_word(block, MIN_P) + 4 * row)
-    top_k = np.int64(load_i32(_word(block, TOP_K) + 4 * row))
-    seed = load_u64(_word(block, SEED) + 8 * row)
-    position = np.uint64(load_i32(_word(block, POSITION) + 4 * row))
+    top_p, min_p = load_f32(word(block, TOP_P) + 4 * row), load_f32(word(block, MIN_P) + 4 * row)
+    top_k = np.int64(load_i32(word(block, TOP_K) + 4 * row))
+    seed = load_u64(word(block, SEED) + 8 * row)
+    position = np.uint64(load_i32(word(block, POSITION) + 4 * row))
     u = uniform(seed, position, np.uint64(0))
     total = _weigh(logits, padded, largest, temperature, min_p, weights, sums)
     if (top_k <= 0 or top_k >= vocab) and top_p >= 1:
         return _draw_all(weights, sums, padded, u * total)
-    lists = copy + 4 * padded + 64
-    count = _filtered(weights, padded, top_k if top_k < vocab else 0, top_p, total, lists)
-    listed = lists + 8 * BUCKETS
-    return _draw_listed(listed, listed + 4 * padded + 64, count, u)
+    lists = copy + 4 * padded
+    count = filter_weights(weights, padded, top_k if top_k < vocab else NO_TOP_K, top_p, total, lists)
+    return draw_listed(lists, padded, count, u)
 
 
 @entry
 def sample_rows(worker: int, block: int, control: int, first: int) -> None:
     """Job: one task for each row."""
-    rows = _word(block, ROWS)
-    scratch = _word(block, SCRATCH) + worker * _word(block, SCRATCH_BYTES)
+    rows = word(block, ROWS)
+    scratch = word(block, SCRATCH) + worker * word(block, SCRATCH_BYTES)
     while True:
         row = take(control, first, rows)
         if row < 0:
             break
-        store_i32(_word(block, OUT) + 4 * row, np.int32(_sample_row(block, row, scratch)))
+        store_i32(word(block, OUT) + 4 * row, np.int32(_sample_row(block, row, scratch)))
         finish(control, first, rows)
     await_phase(control, first)
 
@@ -306,14 +192,15 @@ class Sampler:
     def __init__(self, team: Team) -> None:
         self._block = team.block(BLOCK_WORDS)
         self._threads = team.threads
-        self._scratch = np.empty(0, np.uint8)
+        self._scratch = aligned((0,), np.uint8)
 
     def prepare(self, vocab: int) -> npt.NDArray[np.int64]:
         """The job's block, with working memory for rows of `vocab` logits in it."""
         padded = -(-vocab // STRIPE) * STRIPE
-        needed = 4 * (4 * padded + padded // STRIPE) + 8 * BUCKETS + 512
+        # weights, their sums by stripe, a padded copy of the logits, then what `filter_weights` needs
+        needed = 8 * padded + 8 * (padded // STRIPE) + filter_bytes(padded)
         if self._scratch.nbytes < needed * self._threads:
-            self._scratch = np.empty(needed * self._threads + 64, np.uint8)
+            self._scratch = aligned((needed * self._threads,), np.uint8)
         self._block[VOCAB], self._block[SCRATCH_BYTES] = vocab, needed
         self._block[SCRATCH] = self._scratch.ctypes.data
         return self._block
@@ -341,10 +228,10 @@ def sample(
 ) -> None:
     """Draw one token for each of S rows into `out` (int32 [S]).
 
-    logits: float32 [S, V]; temperature, top_p, min_p: float32 [S]; top_k: int32 [S], 0 or less for none; seed: uint64 [S];
-    position: int32 [S], the place of the new token in its sequence. All contiguous. Without a team the caller's thread
-    does all rows. Raises FloatingPointError, with the rows' numbers, when rows hold NaN or no finite logit; `out` is -1
-    there and right in all other rows. Raises ValueError for arguments of a wrong type or size.
+    logits: float32 [S, V]; temperature, top_p, min_p: float32 [S]; top_k: int32 [S], 0 or less for none; seed:
+    uint64 [S]; position: int32 [S], the place of the new token in its sequence. All contiguous. Without a team the
+    caller's thread does all rows. Raises FloatingPointError, with the rows' numbers, when rows hold NaN or no finite
+    logit; `out` is -1 there and right in all other rows. Raises ValueError for arguments of a wrong type or size.
     """
     rows, vocab = logits.shape
     columns = (

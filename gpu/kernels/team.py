@@ -1,22 +1,22 @@
 """A team of threads that run one native job together, without the interpreter lock.
 
 Owns the threads and the protocol by which they share the work. A job is a sequence of phases, a phase is a number of
-tasks, and a phase begins when every task of the one before is done. Any thread may take any task, and a thread that comes
-late, or never, costs nothing but its help: nobody waits for threads, only for tasks. So a job must give the same bits
-whoever runs a task, and may never let a result depend on `worker` or on the number of threads.
+tasks, and a phase begins when every task of the one before is done. Any thread may take any task, and a thread that
+comes late, or never, costs nothing but its help: nobody waits for threads, only for tasks. So a job must give the
+same bits whoever runs a task, and may never let a result depend on `worker` or on the number of threads.
 
-Protocol. Phases are numbered by a serial that never repeats. The claim word holds (serial, tasks taken). Taking a task is
-a compare-and-swap that fails once the serial moved on, so a thread that slept through the end of a job, or through the
-whole next one, can take nothing with what it remembers. Whoever finishes the last task of a phase resets the count and
-moves the serial. A job may read its block before it holds a task, and nothing else; blocks therefore live as long as the
-team.
-"""
+Protocol. Phases are numbered by a serial that never repeats. The claim word holds (serial, tasks taken). Taking a
+task is a compare-and-swap that fails once the serial moved on, so a thread that slept through the end of a job, or
+through the whole next one, can take nothing with what it remembers. Whoever finishes the last task of a phase resets
+the count and moves the serial. A job may read its block before it holds a task, and nothing else; blocks therefore
+live as long as the team."""
 
 from __future__ import annotations
 
 import ctypes
 import threading
 import weakref
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -53,7 +53,7 @@ SPINS = 300  # pauses (some 20 ns each) before the core is offered to others
 assert SLEEP + 32 <= CONTROL_BYTES
 
 
-def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[np.generic]:
+def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
     """Zeroed array that begins on a cache line."""
     count = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
     raw = np.zeros(count + 64, np.uint8)
@@ -66,7 +66,7 @@ def take(control: int, serial: int, tasks: int) -> int:
     """Number of a task of phase `serial` that is now this thread's, or -1 when none is left."""
     while True:
         word = atomic_load(control + CLAIM)
-        task = word & (TASKS_MAX - 1)
+        task: int = word & (TASKS_MAX - 1)
         if (word >> TASK_BITS) != serial or task >= tasks:
             return -1
         if atomic_replace(control + CLAIM, word, word + 1):
@@ -161,16 +161,14 @@ class Team:
             raise ValueError("a team needs at least one thread")
         self.threads = threads
         self._busy = threading.Lock()
-        self._blocks: list[npt.NDArray[np.generic]] = []
+        self._blocks: list[npt.NDArray[Any]] = []
         control = aligned((CONTROL_BYTES,), np.uint8)
         self._control = control
         self._lead = _function(lead, 4)
         follower = _function(follow, 2)
         _function(prepare_control, 1)(control.ctypes.data)
         self._members = [
-            threading.Thread(
-                target=_follow, args=(follower, control, i), name=f"team-{i}", daemon=True
-            )
+            threading.Thread(target=_follow, args=(follower, control, i), name=f"team-{i}", daemon=True)
             for i in range(1, threads)
         ]
         for member in self._members:
@@ -179,7 +177,7 @@ class Team:
 
     def block(self, words: int) -> npt.NDArray[np.int64]:
         """Zeroed int64 words that live as long as the team: what a job reads before it holds a task."""
-        made: npt.NDArray[np.int64] = aligned((words,), np.int64)  # type: ignore[assignment]
+        made: npt.NDArray[np.int64] = aligned((words,), np.int64)
         self._blocks.append(made)
         return made
 
@@ -205,7 +203,7 @@ def _dismiss(
     function: ctypes._CFunctionType,  # type: ignore[name-defined]
     control: npt.NDArray[np.uint8],
     members: list[threading.Thread],
-    _blocks: list[npt.NDArray[np.generic]],  # kept until the helpers have ended
+    _blocks: list[npt.NDArray[Any]],  # kept until the helpers have ended
 ) -> None:
     function(control.ctypes.data, len(members))
     for member in members:

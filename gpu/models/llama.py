@@ -1,8 +1,7 @@
 """A llama-like model on the host: weights, cache pool and working memory, and the call that runs a pass.
 
-Owns every buffer that a pass touches. It decides nothing about which tokens run. A row's result is the same bits alone or
-among others, in one chunk or in many, with one thread or several; nothing here may break that.
-"""
+Owns every buffer that a pass touches. It decides nothing about which tokens run. A row's result is the same bits
+alone or among others, in one chunk or in many, with one thread or several; nothing here may break that."""
 
 from __future__ import annotations
 
@@ -14,67 +13,53 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gpu.kernels.attention import CACHE_BYTES, GROUP_MAX, SLOTS
-from gpu.kernels.gemm import ACTIVATION_BYTES, COLUMNS, FLOAT32, INT8, WEIGHT_BYTES, activation_limit
+from gpu.kernels.attention import GROUP_MAX, SLOTS
+from gpu.kernels.gemm import COLUMNS, FLOAT32, INT8, WEIGHT_BYTES, activation_limit
 from gpu.kernels.packing import PACK, Packer
+from gpu.kernels.sampling import sample_rows
 from gpu.kernels.team import ENTRIES, Team, aligned
-from gpu.models import passes
+from gpu.models import passes, words
+from gpu.models.product_phases import GATE_ROWS
 from gpu.models.rope import rope_tables
+from shm.config import ModelInfo
 
 Progress = Callable[[str], None]
 Int32 = npt.NDArray[np.int32]
 
 FAULTS = {
-    passes.FAULT_TOKEN: "a token id lies outside the vocabulary",
-    passes.FAULT_POSITION: "a position lies outside the page rows",
-    passes.FAULT_PAGE: "a page number lies outside the pool",
-    passes.FAULT_LOGIT_ROW: "a logit row is no row of the pass",
-    passes.FAULT_SEQUENCE: "a sequence is no row of page_rows",
+    words.FAULT_TOKEN: "a token id lies outside the vocabulary",
+    words.FAULT_POSITION: "a position lies outside the page rows",
+    words.FAULT_PAGE: "a page number lies outside the pool",
+    words.FAULT_LOGIT_ROW: "a logit row is no row of the pass",
+    words.FAULT_SEQUENCE: "a sequence is no row of page_rows",
 }
 
 
-class WeightSource(Protocol):
+class Weights(Protocol):
     """Where weights come from: float32, Hugging Face names and layout."""
 
-    def tensor(self, name: str) -> npt.NDArray[np.float32]:
+    def tensor(self, name: str, /) -> npt.NDArray[np.float32]:
         """The tensor of that name. Raises KeyError for an unknown one."""
 
     def names(self) -> Any:
         """All names."""
 
 
-class ModelShape(Protocol):
-    """What a model has to say about itself (`shm.config.ModelInfo` has it)."""
-
-    vocab_size: int
-    hidden_size: int
-    num_layers: int
-    num_heads: int
-    num_kv_heads: int
-    head_dim: int
-    intermediate_size: int
-    rope_theta: float
-    rope_scaling: Any
-    rms_eps: float
-    tie_word_embeddings: bool
-
-
 def warm_up(dtype: str, progress: Progress | None = None) -> None:
     """Compile, or load from the disk cache, all native code for one dtype. Nothing compiles after it."""
-    wanted = [*ENTRIES, PACK[dtype], passes.PASSES[dtype], passes.check_pass]
+    wanted = [*ENTRIES, PACK[dtype], passes.PASSES[dtype], passes.check_pass, sample_rows]
     for number, made in enumerate(wanted):
         if progress is not None:
             progress(f"compiling kernels {number + 1}/{len(wanted)}: {made.name}")
         made.compile()
 
 
-def _check_shape(info: ModelShape, page_size: int) -> None:
+def _check_shape(info: ModelInfo, page_size: int) -> None:
     sizes = {
         "hidden_size": (info.hidden_size, 16),
         "intermediate_size": (info.intermediate_size, 16),
         "head_dim": (info.head_dim, SLOTS),
         "page_size": (page_size, SLOTS),
-        "vocab_size": (info.vocab_size, COLUMNS),
     }
     for name, (value, divisor) in sizes.items():
         if value < 1 or value % divisor:
@@ -86,15 +71,15 @@ def _check_shape(info: ModelShape, page_size: int) -> None:
 class HostLlama:
     """Weights and state of one model. Call `forward` from one thread at a time.
 
-    `pages` counts all pages of the pool, page 0 (padding) included; a row of `page_rows` has `pages_per_row` numbers, so a
-    position is below pages_per_row * page_size. `max_tokens` bounds T, `max_seqs` bounds S and R of `forward`.
+    `pages` counts all pages of the pool, page 0 (padding) included. A row of `page_rows` has `pages_per_row` numbers,
+    so a position is below pages_per_row * page_size. `max_tokens` bounds T, and `max_seqs` S, of `forward`.
     Raises ValueError for a shape that the kernels do not support.
     """
 
     def __init__(
         self,
-        info: ModelShape,
-        weights: WeightSource,
+        info: ModelInfo,
+        weights: Weights,
         dtype: str,
         page_size: int,
         pages: int,
@@ -117,7 +102,7 @@ class HostLlama:
         self.max_seqs = max_seqs
         self.team = Team(threads)
         self._kept: list[npt.NDArray[Any]] = []  # buffers that the block refers to by address
-        self._block = self.team.block(passes.BLOCK_WORDS)
+        self._block = self.team.block(words.BLOCK_WORDS)
         self._pass = passes.PASSES[dtype]
         # keeps the interpreter lock: it is too short to give the lock away
         self._check = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(passes.check_pass.compile())
@@ -142,35 +127,36 @@ class HostLlama:
     def _set_sizes(self) -> None:
         info = self.info
         for index, value in {
-            passes.HIDDEN: info.hidden_size,
-            passes.HEADS: info.num_heads,
-            passes.KV_HEADS: info.num_kv_heads,
-            passes.HEAD_DIM: info.head_dim,
-            passes.FFN: info.intermediate_size,
-            passes.VOCAB: info.vocab_size,
-            passes.LAYERS: info.num_layers,
-            passes.PAGE_SIZE: self.page_size,
-            passes.PAGES: self.pages,
-            passes.PAGES_PER_ROW: self.pages_per_row,
-            passes.POSITIONS_MAX: self.pages_per_row * self.page_size,
+            words.HIDDEN: info.hidden_size,
+            words.HEADS: info.num_heads,
+            words.KV_HEADS: info.num_kv_heads,
+            words.HEAD_DIM: info.head_dim,
+            words.FFN: info.intermediate_size,
+            words.VOCAB: info.vocab_size,
+            words.LAYERS: info.num_layers,
+            words.PAGE_SIZE: self.page_size,
+            words.PAGES: self.pages,
+            words.PAGES_PER_ROW: self.pages_per_row,
+            words.POSITIONS_MAX: self.pages_per_row * self.page_size,
         }.items():
             self._set(index, value)
-        self._set_float(passes.EPSILON, info.rms_eps)
-        self._set_float(passes.QUERY_FACTOR, 1 / math.sqrt(info.head_dim))
-        self._set_float(passes.LIMIT_HIDDEN, activation_limit(info.hidden_size))
-        self._set_float(passes.LIMIT_ATTENTION, activation_limit(info.num_heads * info.head_dim))
-        self._set_float(passes.LIMIT_FFN, activation_limit(info.intermediate_size))
+        self._set_float(words.EPSILON, info.rms_eps)
+        self._set_float(words.QUERY_FACTOR, 1 / math.sqrt(info.head_dim))
+        self._set_float(words.LIMIT_HIDDEN, activation_limit(info.hidden_size))
+        self._set_float(words.LIMIT_ATTENTION, activation_limit(info.num_heads * info.head_dim))
+        self._set_float(words.LIMIT_FFN, activation_limit(info.intermediate_size))
 
-    def _load(self, weights: WeightSource, progress: Progress | None) -> None:
+    def _load(self, weights: Weights, progress: Progress | None) -> None:
         info = self.info
         attended, kv = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
         packer = Packer(self.team, self.dtype, max(info.hidden_size, attended, info.intermediate_size))
-        table = self._buffer(passes.LAYER_TABLE, (info.num_layers, passes.LAYER_WORDS), np.int64)
-        norms = self._buffer(passes.NORMS, (2 * info.num_layers + 1, info.hidden_size), np.float32)
+        table = self._buffer(words.LAYER_TABLE, (info.num_layers, words.LAYER_WORDS), np.int64)
+        norms = self._buffer(words.NORMS, (2 * info.num_layers + 1, info.hidden_size), np.float32)
 
         def pack(names: list[str], rows: list[int], k: int, alternate: bool = False) -> tuple[int, int]:
-            panels = aligned((sum(rows) * k * WEIGHT_BYTES[self.dtype],), np.uint8)
-            scales = aligned((sum(rows),), np.float32)
+            columns = -(-sum(rows) // COLUMNS) * COLUMNS
+            panels = aligned((columns * k * WEIGHT_BYTES[self.dtype],), np.uint8)
+            scales = aligned((columns,), np.float32)
             first = 0
             for number, (name, count) in enumerate(zip(names, rows, strict=True)):
                 matrix = weights.tensor(name)
@@ -208,9 +194,9 @@ class HostLlama:
         head = embedding
         if not info.tie_word_embeddings:
             head = pack(["lm_head.weight"], [info.vocab_size], info.hidden_size)
-        for index, value in zip((passes.EMBEDDING, passes.EMBEDDING_SCALES), embedding, strict=True):
+        for index, value in zip((words.EMBEDDING, words.EMBEDDING_SCALES), embedding, strict=True):
             self._set(index, value)
-        for index, value in zip((passes.HEAD, passes.HEAD_SCALES), head, strict=True):
+        for index, value in zip((words.HEAD, words.HEAD_SCALES), head, strict=True):
             self._set(index, value)
 
     def _allocate(self, threads: int) -> None:
@@ -220,23 +206,24 @@ class HostLlama:
         widest = max(info.hidden_size, attended, info.intermediate_size)
         cache = np.float32 if self.dtype == FLOAT32 else np.uint16
         pool = (info.num_layers, self.pages, info.num_kv_heads, info.head_dim * self.page_size)
-        self.k_cache = self._buffer(passes.K_CACHE, pool, cache)
-        self.v_cache = self._buffer(passes.V_CACHE, pool, cache)
+        self.k_cache = self._buffer(words.K_CACHE, pool, cache)
+        self.v_cache = self._buffer(words.V_CACHE, pool, cache)
         cosines, sines = rope_tables(info.head_dim, positions, info.rope_theta, info.rope_scaling)
-        self._buffer(passes.COSINES, cosines.shape, np.float32)[:] = cosines
-        self._buffer(passes.SINES, sines.shape, np.float32)[:] = sines
-        self._buffer(passes.X, (rows, info.hidden_size), np.float32)
+        self._buffer(words.COSINES, cosines.shape, np.float32)[:] = cosines
+        self._buffer(words.SINES, sines.shape, np.float32)[:] = sines
+        self._buffer(words.RESIDUAL, (rows, info.hidden_size), np.float32)
         condensed = np.int16 if self.dtype == INT8 else np.float32
-        self._buffer(passes.ACTIVATIONS, (max(rows, self.max_seqs), widest), condensed)
-        self._buffer(passes.ROW_SCALES, (max(rows, self.max_seqs),), np.float32)
-        self._buffer(passes.QKV, (rows, attended + 2 * info.num_kv_heads * info.head_dim), np.float32)
-        self._buffer(passes.ATTENDED, (rows, attended), np.float32)
-        self._buffer(passes.GATED, (rows, info.intermediate_size), np.float32)
-        floats = max(16 + GROUP_MAX * positions, info.hidden_size, 2 * COLUMNS * passes.GATE_ROWS)
+        self._buffer(words.ACTIVATIONS, (max(rows, self.max_seqs), widest), condensed)
+        self._buffer(words.ROW_SCALES, (max(rows, self.max_seqs),), np.float32)
+        self._buffer(words.QKV, (rows, attended + 2 * info.num_kv_heads * info.head_dim), np.float32)
+        self._buffer(words.ATTENDED, (rows, attended), np.float32)
+        self._buffer(words.GATED, (rows, info.intermediate_size), np.float32)
+        attention, products = 16 + GROUP_MAX * positions, COLUMNS * max(2 * GATE_ROWS, rows, self.max_seqs)
+        floats = max(attention, products, info.hidden_size)
         floats = (floats + 31) // 16 * 16 + 16
-        self._buffer(passes.SCRATCH, (threads, floats), np.float32)
-        self._set(passes.SCRATCH_BYTES, 4 * floats)
-        self._set(passes.SCORE_ROOM, positions)
+        self._buffer(words.SCRATCH, (threads, floats), np.float32)
+        self._set(words.SCRATCH_BYTES, 4 * floats)
+        self._set(words.SCORE_ROOM, positions)
 
     # --- use ---
 
@@ -251,9 +238,9 @@ class HostLlama:
     ) -> None:
         """Run T tokens, write their keys and values, and fill `logits`.
 
-        tokens, positions, seqs (row of page_rows): int32 [T]; page_rows: int32 [R, pages_per_row]; logit_rows: int32 [S],
-        rows of the pass; logits: float32 [S, vocab]. All contiguous. Token t attends keys 0..positions[t] of its own
-        sequence, those of this pass included. Raises ValueError when a number is out of range; then nothing has run.
+        tokens, positions, seqs (row of page_rows): int32 [T]; page_rows: int32 [R, pages_per_row]; logit_rows (rows of
+        the pass): int32 [S]; logits: float32 [S, vocab]. All contiguous. Token t attends keys 0..positions[t] of its
+        own sequence, those of this pass included. Raises ValueError, before anything runs, for a number out of range.
         """
         count, wanted = len(tokens), len(logit_rows)
         arrays = (tokens, positions, seqs, page_rows, logit_rows)
@@ -263,16 +250,20 @@ class HostLlama:
             raise ValueError(f"a pass of {count} tokens and {wanted} logit rows exceeds the buffers")
         if len(positions) != count or len(seqs) != count or page_rows.shape[1] != self.pages_per_row:
             raise ValueError("the arguments of forward do not fit together")
-        if logits.dtype != np.float32 or not logits.flags.c_contiguous or logits.shape != (wanted, self.info.vocab_size):
+        if (
+            logits.dtype != np.float32
+            or not logits.flags.c_contiguous
+            or logits.shape != (wanted, self.info.vocab_size)
+        ):
             raise ValueError("logits must be contiguous float32 [S, vocab]")
         block = self._block
-        block[passes.TOKEN_COUNT], block[passes.LOGIT_COUNT] = count, wanted
-        block[passes.TOKENS], block[passes.POSITIONS] = tokens.ctypes.data, positions.ctypes.data
-        block[passes.SEQUENCES], block[passes.PAGE_ROWS] = seqs.ctypes.data, page_rows.ctypes.data
-        block[passes.SEQUENCES_MAX] = len(page_rows)
-        block[passes.LOGIT_ROWS], block[passes.LOGITS] = logit_rows.ctypes.data, logits.ctypes.data
+        block[words.TOKEN_COUNT], block[words.LOGIT_COUNT] = count, wanted
+        block[words.TOKENS], block[words.POSITIONS] = tokens.ctypes.data, positions.ctypes.data
+        block[words.SEQUENCES], block[words.PAGE_ROWS] = seqs.ctypes.data, page_rows.ctypes.data
+        block[words.SEQUENCES_MAX] = len(page_rows)
+        block[words.LOGIT_ROWS], block[words.LOGITS] = logit_rows.ctypes.data, logits.ctypes.data
         self._check(block.ctypes.data)
-        fault = int(block[passes.FAULT])
+        fault = int(block[words.FAULT])
         if fault:
             raise ValueError(FAULTS[fault])
         self.team.run(self._pass, block)
