@@ -105,7 +105,7 @@ _STEPS = {INT8: _step_int8, BFLOAT16: _step_bfloat16, FLOAT32: _step_float32}
 _UNROLL = {INT8: 2, BFLOAT16: 1, FLOAT32: 1}
 
 
-def _micro_kernel(precision: str, row_count: int) -> Any:
+def _micro_kernel(precision: str, row_count: int, variant: str) -> Any:
     """Product of `row_count` rows with one panel, stored to or added to `out`. k is a multiple of 4 (int8) or 2."""
     accumulator = VI32 if precision == INT8 else VF32
     step, unroll = _STEPS[precision], _UNROLL[precision]
@@ -140,7 +140,7 @@ def _micro_kernel(precision: str, row_count: int) -> Any:
             results = _scaled(b, results, row_scale, column_scale)
         _deliver(b, results, out, out_stride, adds)
 
-    return outlined(f"rows{row_count}_by_panel_{precision}", block)
+    return outlined(f"rows{row_count}_by_panel_{precision}{variant}", block)
 
 
 def _scaled(b: ir.IRBuilder, sums: list[Values], row_scale: ir.Value, column_scale: ir.Value) -> list[Values]:
@@ -166,9 +166,9 @@ def _deliver(b: ir.IRBuilder, results: list[Values], out: ir.Value, out_stride: 
                 b.store(value, place, align=4)
 
 
-def _rows_by_panel(precision: str) -> Callable[..., None]:
-    """Product of any number of rows with one panel, in blocks of nearly equal size."""
-    one, two, three, four, five, six = (_micro_kernel(precision, r) for r in range(1, ROWS_MAX + 1))
+def make_rows_by_panel(precision: str, variant: str = "") -> Callable[..., None]:
+    """Product of any number of rows with one panel, in blocks of nearly equal size. `variant` sets names apart."""
+    one, two, three, four, five, six = (_micro_kernel(precision, r, variant) for r in range(1, ROWS_MAX + 1))
 
     @kernel
     def rows_by_panel(
@@ -208,7 +208,7 @@ def _rows_by_panel(precision: str) -> Callable[..., None]:
     return rows_by_panel
 
 
-rows_by_panel_int8 = _rows_by_panel(INT8)
-rows_by_panel_bfloat16 = _rows_by_panel(BFLOAT16)
-rows_by_panel_float32 = _rows_by_panel(FLOAT32)
+rows_by_panel_int8 = make_rows_by_panel(INT8)
+rows_by_panel_bfloat16 = make_rows_by_panel(BFLOAT16)
+rows_by_panel_float32 = make_rows_by_panel(FLOAT32)
 ROWS_BY_PANEL = {INT8: rows_by_panel_int8, BFLOAT16: rows_by_panel_bfloat16, FLOAT32: rows_by_panel_float32}
