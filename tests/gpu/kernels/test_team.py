@@ -53,11 +53,11 @@ def test_every_task_of_every_phase_runs_once(threads: int, tasks: int) -> None:
 def test_more_threads_than_cores_and_many_short_jobs() -> None:
     team = Team(8)
     counts, faults = np.zeros(4, np.int64), np.zeros(1, np.int64)
-    blocks = [team.block(8) for _ in range(2)]
+    blocks = [team.block(8) for _ in range(3)]
+    for phases, block in enumerate(blocks, 1):
+        block[:4] = (phases, 4, counts.ctypes.data, faults.ctypes.data)
     for repeat in range(2000):
-        block = blocks[repeat % 2]
-        block[:4] = (1 + repeat % 3, 4, counts.ctypes.data, faults.ctypes.data)
-        team.run(count_tasks, block)
+        team.run(count_tasks, blocks[repeat % 3])
     assert counts.tolist() == [sum(1 + r % 3 for r in range(2000))] * 4
     team.close()
 
