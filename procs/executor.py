@@ -176,7 +176,7 @@ def build_program(stage: child.Child, device: Device) -> StepProgram:
             threads=config.threads,
             progress=stage.progress,
         )
-        return StepProgram(device, config, model, sample, stage.ledger.tokens)
+        return StepProgram(device, config, model, partial(sample, team=model.team), stage.ledger.tokens)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
