@@ -8,9 +8,9 @@ same bits whoever runs a task, and may never let a result depend on `worker` or 
 Protocol. Phases are numbered by a serial that never repeats. The claim word holds (serial, tasks taken). Taking a
 task is a compare-and-swap that fails once the serial moved on, so a thread that slept through the end of a job, or
 through the whole next one, can take nothing with what it remembers. Whoever finishes the last task of a phase resets
-the count and moves the serial. What a latecomer remembers is harmless only while it counts phases as the job did, so the
-number of phases may depend on words of the block that never change, and on nothing else; and a job that holds no task
-may read its block and nothing else. Blocks therefore live as long as the team.
+the count and moves the serial. What a latecomer remembers is harmless only while it counts phases as the job did, so
+the number of phases may depend on words of the block that never change, and on nothing else; and a job that holds no
+task may read its block and nothing else. Blocks therefore live as long as the team.
 """
 
 from __future__ import annotations
