@@ -14,6 +14,8 @@ from gpu.kernels.native import kernel
 from gpu.kernels.vectors import bits_of_f32, load_f32, load_f64, load_i32, store_f32, store_f64, store_i32
 
 BUCKETS = 1024  # of a radix pass: bits 20..29 of the weight's float, then 10..19, then 0..9; weights lie in (0, 1]
+# numpy integers: numba would compile a function once for every plain literal that it is called with
+BY_COUNT, BY_MASS, NO_PREFIX, FIRST_SHIFT = np.int64(0), np.int64(1), np.int64(0), np.int64(20)
 SMALLEST_GOAL = 1e-300  # top_p = 0 keeps one token
 
 
@@ -23,7 +25,7 @@ def filter_bytes(padded: int) -> int:
 
 
 @kernel
-def _histogram(weights: int, count: int, shift: int, prefix: int, by_mass: int, buckets: int) -> None:
+def _histogram(weights: int, count: int, shift: Any, prefix: Any, by_mass: Any, buckets: int) -> None:
     """Count, or sum, the positive weights whose bits above `shift` + 10 are `prefix`, by the next 10 bits."""
     for i in range(BUCKETS):
         store_f64(buckets + 8 * i, 0.0)
@@ -59,14 +61,14 @@ def _list_all(weights: int, padded: int, least_bits: int, tokens: int, listed: i
 
 
 @kernel
-def _cut(tokens: int, listed: int, count: int, goal: float, by_mass: int, buckets: int) -> int:
+def _cut(tokens: int, listed: int, count: int, goal: float, by_mass: Any, buckets: int) -> int:
     """Shorten a list to its heaviest tokens whose number, or mass, reaches `goal`; returns the new number.
 
     By number, ties with the last one stay; by mass, tied tokens of higher ids go.
     """
-    prefix, before = 0, 0.0
+    prefix, before = NO_PREFIX, 0.0
     for level in range(3):
-        shift = 20 - 10 * level
+        shift = FIRST_SHIFT - 10 * level
         _histogram(listed, count, shift, prefix, by_mass, buckets)
         bucket, before = _cross(buckets, before, goal)
         if bucket < 0:
@@ -101,17 +103,17 @@ def filter_weights(weights: int, padded: int, top_k: Any, top_p: float, total: f
     """Fill the list behind `scratch` with what top_k and top_p leave; returns its length."""
     buckets, tokens = scratch, scratch + 8 * BUCKETS
     listed = tokens + 4 * padded + 64
-    by_mass = 0 if top_k > 0 else 1
+    by_mass = BY_COUNT if top_k > 0 else BY_MASS
     goal = np.float64(top_k) if top_k > 0 else max(np.float64(top_p) * total, SMALLEST_GOAL)
     # One pass over the vocabulary finds a coarse bound; all else works on the tokens above it.
-    _histogram(weights, padded, 20, 0, by_mass, buckets)
+    _histogram(weights, padded, FIRST_SHIFT, NO_PREFIX, by_mass, buckets)
     bucket, _ = _cross(buckets, 0.0, goal)
     count = _list_all(weights, padded, max(1, bucket << 20), tokens, listed)
     if bucket >= 0:
         count = _cut(tokens, listed, count, goal, by_mass, buckets)
     if top_k > 0 and top_p < 1:
         mass = max(np.float64(top_p) * _total(listed, count), SMALLEST_GOAL)
-        count = _cut(tokens, listed, count, mass, 1, buckets)
+        count = _cut(tokens, listed, count, mass, BY_MASS, buckets)
     return count
 
 
