@@ -10,6 +10,7 @@ import errno
 import fcntl
 import mmap
 import os
+import weakref
 import zlib
 from typing import Any
 
@@ -53,6 +54,7 @@ class Segment:
         self.size = size
         self.name = name
         self._map = mmap.mmap(fd, size)
+        self._closing: weakref.finalize[Any, Any] | None = None  # of the descriptor, where it is ours
         self.buf = memoryview(self._map)
         self.words = self.buf.cast("Q")
         self.floats = self.buf.cast("d")
@@ -75,10 +77,12 @@ class Segment:
         try:
             os.posix_fallocate(fd, 0, size)
             fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
-            return cls(fd, size, name)
+            segment = cls(fd, size, name)
         except BaseException:
             os.close(fd)
             raise
+        segment._closing = weakref.finalize(segment, os.close, fd)  # no later than the last reference goes
+        return segment
 
     @classmethod
     def attach(cls, fd: int, size: int, name: str) -> Segment:
@@ -122,6 +126,8 @@ class Segment:
 
     def close(self) -> None:
         """Close the descriptor. The memory stays mapped as long as a view of it is alive."""
+        if self._closing is not None:
+            self._closing.detach()
         os.close(self.fd)
         self.fd = -1
 

@@ -116,3 +116,15 @@ def test_misaligned_views_are_refused() -> None:
     with pytest.raises(AssertionError):
         segment.array(np.int64, 1, 4)
     segment.close()
+
+
+def test_a_dropped_segment_gives_its_descriptor_back_and_a_closed_one_only_once() -> None:
+    fd = Segment.create("test", 4096).fd
+    with pytest.raises(OSError, match="Bad file descriptor"):
+        os.fstat(fd)
+    segment = Segment.create("test", 4096)
+    segment.close()
+    other = os.eventfd(0)  # takes the lowest free number: what the segment had
+    del segment
+    os.fstat(other)
+    os.close(other)
