@@ -48,8 +48,12 @@ def test_a_receiver_that_comes_back_is_found_again(ctx: zmq.Context[Any]) -> Non
     sender = Sender(ctx, address)
     for round_ in range(3):
         receiver = Receiver.bind(address, ctx)
-        sender.send({"round": round_})
-        assert collect(receiver, 1) == [{"round": round_}]
+        deadline = time.monotonic() + 5
+        # What was sent before the sender noticed the end of the old connection went with it: send again.
+        while {"round": round_} not in receiver.recv_all():
+            assert time.monotonic() < deadline
+            sender.send({"round": round_})
+            time.sleep(0.01)
         receiver.close()
         deadline = time.monotonic() + 5
         while f"@{address.removeprefix('ipc://@')}" in Path("/proc/net/unix").read_text():
