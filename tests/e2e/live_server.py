@@ -1,4 +1,4 @@
-"""A real `stepahead serve` as a subprocess for end-to-end tests: starts it, waits for /ready, reads /metrics, ends it."""
+"""A real `stepahead serve` as a subprocess for end-to-end tests: starts it, waits for /ready, reads /metrics, ends."""
 
 from __future__ import annotations
 

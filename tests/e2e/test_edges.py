@@ -1,4 +1,4 @@
-"""Edges and hostile input against a live server: the right status and message, the server healthy, pages back to baseline."""
+"""Edges and hostile input against a live server: right status and message, server healthy, pages back to baseline."""
 
 from __future__ import annotations
 
@@ -156,7 +156,8 @@ def test_streamed_text_equals_the_whole_text(server: LiveServer) -> None:
         for temperature in (0, 1.5):
             one = body(prompt=prompt, max_tokens=60, temperature=temperature, seed=5)
             whole = post(server, one).json()["choices"][0]
-            with httpx.stream("POST", server.url + "/v1/completions", json={**one, "stream": True}, timeout=60) as answer:
+            streamed = {**one, "stream": True}
+            with httpx.stream("POST", server.url + "/v1/completions", json=streamed, timeout=60) as answer:
                 events = list(sse_events(answer.iter_lines()))
             assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
             chunks = [e["choices"][0] for e in events[:-1] if isinstance(e, dict)]

@@ -18,7 +18,7 @@ GREEDY = [
 
 
 def requests_of(n: int, tokens: int, ignore_eos: bool = True) -> list[dict[str, Any]]:
-    """n requests from the greedy file's prompts; every second one is sampled at temperature 1 with a seed of its own."""
+    """n requests with the greedy file's prompts; every second one is sampled at temperature 1 with its own seed."""
     bodies = []
     for i in range(n):
         line = GREEDY[i % len(GREEDY)]
@@ -77,7 +77,7 @@ def test_float32_gives_every_id_of_the_greedy_file() -> None:
 def test_same_ids_in_every_setting(dtype: str) -> None:
     """Overlap on and off; alone, 7 and 32 at once in any order; prefix hit; chunks of 16 and 512; retraction.
 
-    Greedy and seeded requests alike. All three precisions accumulate in a fixed order, so that bfloat16 is exact as well.
+    Greedy and seeded requests alike. All precisions accumulate in a fixed order, so that bfloat16 is exact as well.
     """
     tokens = 24
     bodies = requests_of(32, tokens)
