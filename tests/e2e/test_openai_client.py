@@ -28,7 +28,10 @@ def client(server: LiveServer) -> openai.OpenAI:
 def test_chat(client: openai.OpenAI) -> None:
     messages = [{"role": "user", "content": [{"type": "text", "text": "What is the capital of France?"}]}]
     whole = client.chat.completions.create(
-        model=MODEL, messages=messages, temperature=0, max_completion_tokens=24  # type: ignore[arg-type]
+        model=MODEL,
+        messages=messages,
+        temperature=0,
+        max_completion_tokens=24,  # type: ignore[arg-type]
     )
     assert "Paris" in (whole.choices[0].message.content or "")
     assert whole.usage is not None and whole.usage.completion_tokens > 1
