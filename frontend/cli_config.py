@@ -15,6 +15,7 @@ from procs.model_files import PACKAGED_MODELS, read_model_info, resolve_model
 from procs.model_memory import kv_bytes_per_token, memory_available, memory_needed, require_memory
 from shm.config import ConfigError, ModelInfo, ServerConfig
 
+HOST_PAGE_MULTIPLE = 16  # keys that the host device's attention works on at once
 KV_TOKENS_DEFAULT = 65536
 KV_TOKENS_LEAST = 2048  # below this a default is of no use: too little memory is told instead
 KV_MEMORY_SHARE = 0.5  # of what weights and processes leave free
@@ -60,6 +61,10 @@ def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
         config = _sized(wanted, info, name)
     except ConfigError as error:
         raise CliError(f"{flag(error.option)}: {error.message}") from None
+    if config.device == "host" and config.page_size % HOST_PAGE_MULTIPLE:
+        raise CliError(
+            f"--page-size: {config.page_size} is not a multiple of {HOST_PAGE_MULTIPLE}, which the host device needs"
+        )
     require_memory(config)
     return config
 

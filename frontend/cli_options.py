@@ -39,7 +39,7 @@ ApiKey = Annotated[
     str | None,
     typer.Option(
         envvar="STEPAHEAD_API_KEY",
-        help="Key that every route but /health and /ready demands. Given as an option it shows in the shell's history.",
+        help="Key that every route but /health demands. Given as an option it shows in the shell's history.",
         rich_help_panel=LISTENING,
     ),
 ]
@@ -56,8 +56,8 @@ Device = Annotated[
 Dtype = Annotated[
     Literal["int8", "float32", "bfloat16"],
     typer.Option(
-        help="int8: exact integer arithmetic, fastest, 1 byte a weight. bfloat16: 2 bytes, and results may depend on "
-        "the batch where two tokens are nearly equal. float32: the reference, 4 bytes, slowest.",
+        help="int8: exact integer sums, fastest, 1 byte a weight. bfloat16: 2 bytes a weight, slower. float32: the "
+        "reference, 4 bytes a weight, slowest. In each, an answer has the same bits whatever runs beside it.",
         rich_help_panel=RUNNING,
     ),
 ]
@@ -107,7 +107,8 @@ KvTokens = Annotated[
 PageSize = Annotated[
     int,
     typer.Option(
-        help="Tokens per page. Larger: less book-keeping, more of the last page unused, coarser prefix cache.",
+        help="Tokens per page; the host device takes multiples of 16. Larger: less book-keeping, more of the last page "
+        "unused, coarser prefix cache.",
         rich_help_panel=HOLDING,
     ),
 ]

@@ -19,6 +19,7 @@ from shm.channel import Sender
 from shm.config import ServerConfig
 from shm.control import DRAINING, FAILED, READY, STARTING, Control
 from shm.ledger import Ledger
+from shm.trace import TraceWriter, What
 
 QUESTIONS_MAX = 256
 
@@ -32,12 +33,14 @@ class Engine:
         meter: Meter,
         tokenizer: Sender,
         ring_scheduler: Callable[[], None],
+        trace: TraceWriter,
     ) -> None:
         self.config = config
         self.meter = meter
         self.stopping = False  # this process was told to end
         self._control = control
         self._tokenizer = tokenizer
+        self._trace = trace
         self._rows = RowTable(ledger, config.rows, ring_scheduler, meter)
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._asked = 0
@@ -112,9 +115,11 @@ class Engine:
         elif exchange.error is not None and not exchange.gone:
             outcome = "rejected" if exchange.error.status < 500 else "errors"
         exchange.gone = True
+        begin_ns, end_ns = exchange.rows[0].arrival_ns, time.monotonic_ns()
+        self._trace.span(What.REQUEST, exchange.rows[0].number, begin_ns, end_ns)  # a request has no step: its row
         self.meter.ended(
             outcome,
-            (time.monotonic_ns() - exchange.rows[0].arrival_ns) * 1e-9,
+            (end_ns - begin_ns) * 1e-9,
             sum(row.prompt_tokens for row in exchange.rows),
             sum(row.count for row in exchange.rows),
         )

@@ -60,7 +60,8 @@ class Process:
         self._receiver = Receiver.bind(c.channels["frontend"], self._context)
         self._kicked = asyncio.Event()
         self._broken: BaseException | None = None
-        self.engine = Engine(c.config, c.control, c.ledger, meter, self._tokenizer, c.doorbells["scheduler"].ring)
+        ring = c.doorbells["scheduler"].ring
+        self.engine = Engine(c.config, c.control, c.ledger, meter, self._tokenizer, ring, c.trace())
         app = build_app(self.engine, Exposition(c.stats, c.control))
         self._server = _Server(server_config(app), c)
         self._listening = socket.socket(fileno=c.listen_fd)

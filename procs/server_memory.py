@@ -58,7 +58,7 @@ class ServerMemory:
             Ring.create(self.segments[name], ring.slots, ring.payload_bytes, ring.schema)
         self.control = Control(self.segments["control"])
         self.stats = Stats(self.segments["stats"])
-        Trace(self.segments["trace"])
+        self.trace = Trace(self.segments["trace"])
         Ledger(self.segments["ledger"], self.config.rows, self.config.max_len)
 
     def boot_record(self, stage: str, ready_fd: int, listen_fd: int | None) -> Boot:

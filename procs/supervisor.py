@@ -25,6 +25,7 @@ from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import StageProcess
 from shm.config import ServerConfig
 from shm.control import DRAINING, READY
+from shm.trace import What
 
 TELL_CLIENTS_SECONDS = 1.0  # after a death, for the frontend to send its error events and end
 LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
@@ -124,6 +125,7 @@ class Supervisor:
 
     def _serve(self) -> None:
         control = self._memory.control
+        begin_ns = time.monotonic_ns()
         control.set_epoch("supervisor", 1)
         control.set_pid("supervisor", os.getpid())
         for spec in self._specs:
@@ -132,6 +134,7 @@ class Supervisor:
         if not self._stopping:
             control.state = READY
             self._memory.kick_all()
+            self._memory.trace.writer("supervisor").span(What.START, 0, begin_ns, time.monotonic_ns())
             self._report.ready()
             self._until(lambda: self._stopping)
             self._drain()

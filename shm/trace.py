@@ -38,12 +38,9 @@ class What(IntEnum):
     CAPTURE = 21
     # gpu, device side
     STEP = 30
-    SLOT_WRITES = 31
-    GATHER = 32
-    FORWARD = 33
-    SAMPLE = 34
     RESULT = 35
-    CHUNKS = 36
+    # supervisor
+    START = 40
 
 
 SPAN_NAMES: dict[int, str] = {what.value: what.name.lower() for what in What}

@@ -177,3 +177,28 @@ def test_no_part_of_a_stop_string_leaves(server: LiveServer) -> None:
         events = [e for e in sse_events(answer.iter_lines()) if isinstance(e, dict)]
     assert "".join(e["choices"][0]["text"] for e in events) == want
     assert json.dumps(events).count('"finish_reason": "stop"') == 1
+
+
+def text_of(server: LiveServer, **more: Any) -> str:
+    return str(post(server, body(prompt="The best thing about", max_tokens=16, **more)).json()["choices"][0]["text"])
+
+
+@pytest.mark.parametrize("filters", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}])
+def test_each_filter_reaches_the_sampler(server: LiveServer, filters: dict[str, float]) -> None:
+    """Each of them, at its narrowest, leaves the likeliest token alone: greedy, at any temperature."""
+    assert text_of(server, temperature=2, seed=1, **filters) == text_of(server, temperature=0)
+
+
+def test_a_filter_that_keeps_everything_changes_nothing(server: LiveServer) -> None:
+    wide = text_of(server, temperature=1.5, seed=1, top_p=1.0, min_p=0.0, top_k=0)
+    assert wide == text_of(server, temperature=1.5, seed=1)
+    assert wide != text_of(server, temperature=0)
+    assert wide != text_of(server, temperature=1.5, seed=2)
+
+
+def test_tokens_there_and_back(server: LiveServer) -> None:
+    text = "Grüße, 世界 😀"
+    ids = post(server, {"model": MODEL, "prompt": text}, "/tokenize").json()["tokens"]
+    assert post(server, {"model": MODEL, "tokens": ids}, "/detokenize").json()["prompt"] == text
+    whole = post(server, body(prompt=text, return_token_ids=True)).json()["choices"][0]
+    assert whole["prompt_token_ids"] == ids

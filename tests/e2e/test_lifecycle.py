@@ -64,12 +64,26 @@ def runs(pid: int) -> bool:
         return False
 
 
+BEFORE: set[str] = set()
+
+
+def abstract_sockets() -> set[str]:
+    return {name for name in Path("/proc/net/unix").read_text().split() if name.startswith("@stepahead-")}
+
+
+@pytest.fixture(autouse=True)
+def sockets_before() -> None:
+    BEFORE.clear()
+    BEFORE.update(abstract_sockets())
+
+
 def nothing_left(pids: list[int], server: LiveServer) -> None:
     end = time.monotonic() + 1.0
     while left := [p for p in pids if runs(p)]:
         assert time.monotonic() < end, f"left running: {left}"
         time.sleep(0.02)
     assert not [n for n in os.listdir("/dev/shm") if "stepahead" in n]
+    assert abstract_sockets() <= BEFORE
     port = int(server.url.rsplit(":", 1)[1])
     with socket.socket() as s:
         s.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -79,6 +93,7 @@ def nothing_left(pids: list[int], server: LiveServer) -> None:
 def test_six_processes_with_their_titles() -> None:
     with live_server("--max-len", "512") as server:
         assert set(process_titles(server.process.pid)) == {"supervisor", *STAGES}
+        assert abstract_sockets() - BEFORE, "the channels were meant to be seen here"
 
 
 def test_sigterm_finishes_what_runs() -> None:
@@ -123,6 +138,28 @@ def test_drain_deadline_and_second_sigterm() -> None:
     assert time.monotonic() - t < 2
     streams.join()
     nothing_left(pids, server)
+
+
+def test_death_tells_queued_and_whole_answers_too() -> None:
+    server = wait_ready(spawn("--max-len", "4096", "--max-running", "2"))
+    streams = Streams(server, 2, 4000)
+    streams.wait_running()
+    answers: list[httpx.Response] = []
+    ask = lambda: answers.append(httpx.post(server.url + "/v1/completions", json=body(100), timeout=60))  # noqa: E731
+    waiting = [threading.Thread(target=ask) for _ in range(3)]
+    for thread in waiting:
+        thread.start()
+    end = time.monotonic() + 10
+    while server.metrics()["stepahead_queued_requests"] < 3:
+        assert time.monotonic() < end
+        time.sleep(0.02)
+    os.kill(process_titles(server.process.pid)["gpu"], signal.SIGKILL)
+    assert server.process.wait(10) == 1
+    for thread in waiting:
+        thread.join(10)
+    streams.join()
+    assert [a.status_code for a in answers] == [500] * 3
+    assert all("gpu" in a.json()["error"]["message"] for a in answers)
 
 
 @pytest.mark.parametrize("stage", STAGES)

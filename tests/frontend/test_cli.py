@@ -10,6 +10,7 @@ import sys
 from pathlib import Path
 
 import pytest
+import typer
 from typer.testing import CliRunner
 
 from frontend.cli import app
@@ -29,6 +30,12 @@ def test_help_groups_the_options_and_each_says_something() -> None:
         assert words in shown
     for command in ("serve", "generate", "bench"):
         assert command in CliRunner().invoke(app, ["--help"]).output
+
+
+@pytest.mark.parametrize("command", ["serve", "generate"])
+def test_every_option_says_what_it_is_or_costs(command: str) -> None:
+    for parameter in typer.main.get_command(app).commands[command].params:  # type: ignore[attr-defined]
+        assert parameter.name == "help" or len(parameter.help) > 20, parameter.name
 
 
 def test_help_imports_neither_torch_nor_the_server() -> None:
