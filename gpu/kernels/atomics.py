@@ -80,6 +80,24 @@ def semaphore_wait(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     return _external(b, "sem_wait", I32, [pointer(b, address, I8)])
 
 
+@emitted(types.int32)
+def current_core(b: ir.IRBuilder) -> ir.Value:
+    """Number of the core that runs this thread."""
+    return _external(b, "sched_getcpu", I32, [])
+
+
+@emitted(types.int32)
+def thread_number(b: ir.IRBuilder) -> ir.Value:
+    """The kernel's number of this thread."""
+    return _external(b, "gettid", I32, [])
+
+
+@emitted(types.int32, types.int32, WORD, WORD)
+def set_cores(b: ir.IRBuilder, thread: ir.Value, size: ir.Value, mask: ir.Value) -> ir.Value:
+    """Let `thread` run on the cores of the bit mask of `size` bytes at `mask` only. Not 0 when that was refused."""
+    return _external(b, "sched_setaffinity", I32, [thread, size, pointer(b, mask)])
+
+
 @emitted(types.void, WORD, WORD, WORD, WORD, WORD)
 def call_job(
     b: ir.IRBuilder, function: ir.Value, worker: ir.Value, block: ir.Value, control: ir.Value, first: ir.Value

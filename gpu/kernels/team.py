@@ -16,6 +16,7 @@ task may read its block and nothing else. Blocks therefore live as long as the t
 from __future__ import annotations
 
 import ctypes
+import os
 import threading
 import weakref
 from typing import Any
@@ -29,13 +30,17 @@ from gpu.kernels.atomics import (
     atomic_replace,
     atomic_store,
     call_job,
+    current_core,
     pause,
     semaphore_init,
     semaphore_post,
     semaphore_wait,
+    set_cores,
+    thread_number,
     yield_core,
 )
 from gpu.kernels.native import Entry, entry, kernel
+from gpu.kernels.vectors import load_i64, store_i64
 
 # Byte offsets in the control block, a cache line each. The writer is named.
 CLAIM = 0  # any thread, by compare-and-swap: serial << TASK_BITS | tasks taken
@@ -46,13 +51,21 @@ BLOCK = 144  # the leader: address of its block
 FIRST = 152  # the leader: serial of its first phase
 STOP = 192  # the leader: not 0 when the threads shall end
 SLEEP = 256  # semaphore
-CONTROL_BYTES = 320
+LEADER_CORE = 320  # the leader: the core that it ran on when it last announced a job, plus 1
+OUR_CORES = 384  # bit mask, written once: the cores of this process
+OTHER_CORES = 512  # bit mask, the leader: those without the leader's
+CORE_BYTES = 128
+MEMBERS = 640  # each helper its own int64: its thread number
+HELPERS_MAX = 255
+CONTROL_BYTES = MEMBERS + 8 * HELPERS_MAX
 
 TASK_BITS = 20
 TASKS_MAX = 1 << TASK_BITS
 SPINS = 300  # pauses (some 20 ns each) before the core is offered to others
 
-assert SLEEP + 32 <= CONTROL_BYTES
+assert SLEEP + 32 <= LEADER_CORE
+assert OUR_CORES + CORE_BYTES <= OTHER_CORES
+assert OTHER_CORES + CORE_BYTES <= MEMBERS
 
 
 def aligned(shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -101,9 +114,33 @@ def prepare_control(control: int) -> None:
     semaphore_init(control + SLEEP)
 
 
+@kernel
+def make_room(control: int, helpers: int) -> None:
+    """Keep the helpers off the leader's core: a thread is woken on the core of its waker when the others are busy.
+
+    Two threads on one core while another is free for one of them would make a pass take twice as long.
+    """
+    core = current_core()
+    if core < 0 or core >= 8 * CORE_BYTES or load_i64(control + LEADER_CORE) == core + 1:
+        return
+    store_i64(control + LEADER_CORE, core + 1)
+    others = 0
+    for i in range(0, CORE_BYTES, 8):
+        cores = load_i64(control + OUR_CORES + i)
+        if i == core // 64 * 8:
+            cores &= ~(1 << (core % 64))
+        store_i64(control + OTHER_CORES + i, cores)
+        others |= cores
+    for helper in range(helpers):
+        thread = atomic_load(control + MEMBERS + 8 * helper)
+        if others != 0 and thread > 0:
+            set_cores(np.int32(thread), CORE_BYTES, control + OTHER_CORES)
+
+
 @entry
 def lead(control: int, job: int, block: int, helpers: int) -> None:
     """Announce a job, wake the helpers, and take part until it is done."""
+    make_room(control, helpers)
     first = atomic_load(control + CLAIM) >> TASK_BITS
     atomic_add(control + EPOCH, 1)
     atomic_store(control + JOB, job)
@@ -119,6 +156,7 @@ def lead(control: int, job: int, block: int, helpers: int) -> None:
 def follow(control: int, worker: int) -> None:
     """Life of a helper: sleep, take part in the job that is announced, sleep again."""
     seen = -1
+    atomic_store(control + MEMBERS + 8 * (worker - 1), thread_number())
     while True:
         if semaphore_wait(control + SLEEP) != 0:
             continue
@@ -159,13 +197,16 @@ class Team:
     """
 
     def __init__(self, threads: int) -> None:
-        if threads < 1:
-            raise ValueError("a team needs at least one thread")
+        if not 1 <= threads <= HELPERS_MAX + 1:
+            raise ValueError(f"a team needs at least one thread and at most {HELPERS_MAX + 1}, not {threads}")
         self.threads = threads
         self._busy = threading.Lock()
         self._blocks: list[npt.NDArray[Any]] = []
         control = aligned((CONTROL_BYTES,), np.uint8)
         self._control = control
+        for core in os.sched_getaffinity(0):
+            if core < 8 * CORE_BYTES:
+                control[OUR_CORES + core // 8] |= 1 << core % 8
         self._lead = _function(lead, 4)
         follower = _function(follow, 2)
         _function(prepare_control, 1)(control.ctypes.data)

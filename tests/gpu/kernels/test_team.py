@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 
@@ -92,3 +93,24 @@ def test_close_ends_the_threads() -> None:
 def test_a_team_of_nobody() -> None:
     with pytest.raises(ValueError, match="at least one"):
         Team(0)
+
+
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two cores")
+def test_helpers_keep_off_the_leaders_core() -> None:
+    ours = os.sched_getaffinity(0)
+    team = Team(2)
+    counts, faults = np.zeros(4, np.int64), np.zeros(1, np.int64)
+    block = team.block(8)
+    block[:5] = (1, 4, counts.ctypes.data, faults.ctypes.data, 0)
+    (helper,) = (t.native_id for t in threading.enumerate() if t.name == "team-1")
+    try:
+        for core in sorted(ours)[:2]:
+            os.sched_setaffinity(0, {core})
+            deadline = time.monotonic() + 5
+            while os.sched_getaffinity(helper) != ours - {core} and time.monotonic() < deadline:
+                block[BASE] = counts[0]
+                team.run(count_tasks, block)
+            assert os.sched_getaffinity(helper) == ours - {core}
+    finally:
+        os.sched_setaffinity(0, ours)
+        team.close()
