@@ -1,4 +1,4 @@
-"""Timings of the host kernels on a model of SmolLM2-135M's shape with random weights: `python -m gpu.kernels.bench`.
+"""Timings of the host kernels on a model of SmolLM2-135M's shape with random weights: `python -m gpu.bench`.
 
 Owns nothing and serves nobody. Prints milliseconds of a pass: median and, in brackets, the least of the repetitions.
 """
