@@ -149,19 +149,22 @@ def live_server(*args: str, env: dict[str, str] | None = None) -> Iterator[LiveS
         server.log.unlink(missing_ok=True)
 
 
-def complete(server: LiveServer, bodies: list[dict[str, Any]], path: str = "/v1/completions") -> list[dict[str, Any]]:
-    """POST all bodies at once; the answers in the order of the bodies. Any status but 200 fails."""
+def complete(
+    server: LiveServer, bodies: list[dict[str, Any]], path: str = "/v1/completions", apart_s: float = 0.0
+) -> list[dict[str, Any]]:
+    """POST all bodies, `apart_s` one after the other; the answers in their order. Any status but 200 fails."""
 
     async def run() -> list[dict[str, Any]]:
         limits = httpx.Limits(max_connections=None)
         async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
 
-            async def one(body: dict[str, Any]) -> dict[str, Any]:
+            async def one(index: int, body: dict[str, Any]) -> dict[str, Any]:
+                await asyncio.sleep(index * apart_s)
                 answer = await client.post(path, json=body)
                 assert answer.status_code == 200, f"{answer.status_code} {answer.text}"
                 return dict(answer.json())
 
-            return list(await asyncio.gather(*(one(b) for b in bodies)))
+            return list(await asyncio.gather(*(one(i, b) for i, b in enumerate(bodies))))
 
     return asyncio.run(run())
 

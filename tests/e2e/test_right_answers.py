@@ -36,8 +36,8 @@ def requests_of(n: int, tokens: int, ignore_eos: bool = True) -> list[dict[str, 
     return bodies
 
 
-def answers(server: LiveServer, bodies: list[dict[str, Any]]) -> list[list[int]]:
-    return [ids_of(a) for a in complete(server, bodies)]
+def answers(server: LiveServer, bodies: list[dict[str, Any]], apart_s: float = 0.0) -> list[list[int]]:
+    return [ids_of(a) for a in complete(server, bodies, apart_s=apart_s)]
 
 
 def test_float32_gives_every_id_of_the_greedy_file() -> None:
@@ -73,38 +73,45 @@ def test_float32_gives_every_id_of_the_greedy_file() -> None:
             assert answer["choices"][0]["message"]["content"] == line["text"]
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float32", "bfloat16"])
+TOKENS = 24
+SHORT = requests_of(32, TOKENS)
+LONG = requests_of(24, 64)
+SETTINGS = {
+    "int8": [["--no-overlap"], ["--prefill-chunk", "16"]],
+    "float32": [["--no-overlap", "--prefill-chunk", "16"]],
+    "bfloat16": [["--no-overlap", "--prefill-chunk", "16"]],
+}
+
+
+@pytest.mark.parametrize("dtype", SETTINGS)
 def test_same_ids_in_every_setting(dtype: str) -> None:
     """Overlap on and off; alone, 7 and 32 at once in any order; prefix hit; chunks of 16 and 512; retraction.
 
-    Greedy and seeded requests alike. All precisions accumulate in a fixed order, so that bfloat16 is exact as well.
+    Greedy and seeded requests alike. All precisions accumulate in a fixed order, so bfloat16 is exact as well.
     """
-    tokens = 24
-    bodies = requests_of(32, tokens)
     with live_server("--dtype", dtype) as server:
-        together = answers(server, bodies)
+        together = answers(server, SHORT)
+        assert len({tuple(ids) for ids in together}) > 30, "the requests were meant to differ"
         before = server.wait_idle()
-        again = answers(server, bodies)
+        assert answers(server, SHORT) == together
         after = server.wait_idle()
         hits = after["stepahead_prefix_hit_tokens_total"] - before["stepahead_prefix_hit_tokens_total"]
         assert hits > 0, "the second round must have hit the prefix cache"
-        assert again == together
-    with live_server("--dtype", dtype, "--no-overlap", "--prefill-chunk", "16") as server:
-        order = list(range(len(bodies)))
-        random.Random(7).shuffle(order)
-        shuffled = answers(server, [bodies[i] for i in order])
-        assert [shuffled[order.index(i)] for i in range(len(bodies))] == together
-    with live_server("--dtype", dtype, "--prefill-chunk", "16") as server:
-        for i in (0, 1, 2, 9):
-            assert answers(server, [bodies[i]]) == [together[i]], "alone"
-        seven = [3, 30, 11, 4, 22, 17, 8]
-        assert answers(server, [bodies[i] for i in seven]) == [together[i] for i in seven]
-    longer = requests_of(24, 64)
-    with live_server("--dtype", dtype, "--max-running", "32") as server:
-        roomy = answers(server, longer)
-    assert [ids[:tokens] for ids in roomy] == together[:24]
+        roomy = answers(server, LONG)
+    assert [ids[:TOKENS] for ids in roomy] == together[: len(LONG)]
+    for setting in SETTINGS[dtype]:
+        with live_server("--dtype", dtype, *setting) as server:
+            for i in (0, 1, 2, 9):
+                assert answers(server, [SHORT[i]]) == [together[i]], f"alone, {setting}"
+            seven = [3, 30, 11, 4, 22, 17, 8]
+            assert answers(server, [SHORT[i] for i in seven]) == [together[i] for i in seven], f"7 at once, {setting}"
+            order = list(range(len(SHORT)))
+            random.Random(7).shuffle(order)
+            # One after the other, so that prompts join while others decode.
+            shuffled = answers(server, [SHORT[i] for i in order], apart_s=0.04)
+            assert [shuffled[order.index(i)] for i in range(len(SHORT))] == together, f"32 at once, {setting}"
     with live_server("--dtype", dtype, "--kv-tokens", "2048") as server:
-        tight = answers(server, longer)
+        tight = answers(server, LONG)
         metrics = server.wait_idle()
         assert metrics["stepahead_retractions_total"] > 0, "the cache was meant to be too small"
         assert tight == roomy
