@@ -1,9 +1,11 @@
-"""Paged attention of one query row over its own keys, for a group of query heads that share a key/value head.
+"""Paged attention of one query row over its own keys; query heads that share a key/value head are worked on together.
 
 Owns the order of the sums. Scores of all keys first, then the softmax over them, then the weighted sum of the values:
 keys 0 to n-1 in order, even and odd ones (and even and odd dims of the scores) as two chains that are added at the
-end. The result depends on the query and its n keys only: decoding and prefill run the same code. Slots behind the
-last key are never used, whatever they hold."""
+end. The result depends on the query and its n keys only: decoding and prefill run the same code, and how many heads
+share a call never shows. Slots behind the last key are never used, whatever they hold. Pages are the outer loops,
+because memory is read fastest in long stretches: a page holds all heads.
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,17 @@ from typing import Any
 
 import numpy as np
 from llvmlite import ir
+from numba import types
 from numba.core import cgutils
 
 from gpu.kernels.emit import (
     F32,
-    I32,
     I64,
     VF32,
     VI32,
     bf16_halves,
     const,
+    emitted,
     fma_value,
     interleave,
     load_at,
@@ -81,16 +84,14 @@ def _scores(storage: str, heads: int) -> Any:
         dims: ir.Value,
         out: ir.Value,  # 16 float32 for each head
         out_stride: ir.Value,
-        k_next: ir.Value,  # addresses of what will be read soon, fetched in the same steps
-        v_next: ir.Value,
+        k_next: ir.Value,  # address of what will be read soon, fetched in the same steps
     ) -> None:
         sums = _new_sums(b, heads)
         queries = [pointer(b, b.add(q, b.mul(q_stride, const(h)))) for h in range(heads)]
-        keys, soon = pointer(b, k), (pointer(b, k_next), pointer(b, v_next))
+        keys, soon = pointer(b, k), pointer(b, k_next)
         with cgutils.for_range_slice(b, const(0), dims, const(2), I64) as (d, _):
-            for base in soon:
-                for line in range(0, 2 * SLOTS * CACHE_BYTES[storage], 64):
-                    prefetch(b, base, b.add(b.mul(d, k_stride), const(line)))
+            for line in range(0, 2 * SLOTS * CACHE_BYTES[storage], 64):
+                prefetch(b, soon, b.add(b.mul(d, k_stride), const(line)))
             for chain in (0, 1):
                 dim = b.add(d, const(chain))
                 vectors = _load_16(b, storage, keys, b.mul(dim, k_stride))
@@ -107,46 +108,78 @@ def _scores(storage: str, heads: int) -> Any:
 def _weighted_values(storage: str, heads: int) -> Any:
     def weighted_values(
         b: ir.IRBuilder,
-        p: ir.Value,  # address of the first head's weights, float32 per key
+        p: ir.Value,  # address of the first head's weight of slot 0, float32 per slot
         p_stride: ir.Value,
-        inverse: ir.Value,  # address of 1 / sum of weights, float32 per head
-        v: ir.Value,  # address of the first of 16 dims in page 0, slot 0
-        page_bytes: ir.Value,
-        slot_bytes: ir.Value,
-        pages: ir.Value,  # address of the row's page numbers, int32
-        page_size: ir.Value,
-        keys: ir.Value,
-        out: ir.Value,  # 16 float32 for each head
-        out_stride: ir.Value,
+        v: ir.Value,  # address of slot 0, dim 0
+        dims: ir.Value,
+        slots: ir.Value,
+        running: ir.Value,  # address of the first head's running sums, 32 float32 for each 16 dims
+        running_stride: ir.Value,
+        v_next: ir.Value,  # address of what will be read soon, fetched in the same steps
     ) -> None:
-        sums = _new_sums(b, heads)
+        """Add the values of up to a page of slots to the running sums; slot 0 is an even one."""
         weights = [pointer(b, b.add(p, b.mul(p_stride, const(h)))) for h in range(heads)]
-        page_count = b.sdiv(b.add(keys, b.sub(page_size, const(1))), page_size)
+        values, soon = pointer(b, v), pointer(b, v_next)
+        slot_bytes = b.mul(dims, const(CACHE_BYTES[storage]))
+        pairs = b.and_(slots, const(-2))
+        with cgutils.for_range_slice(b, const(0), dims, const(SLOTS), I64) as (dim, _):
+            offset = b.mul(dim, const(CACHE_BYTES[storage]))
+            places = [
+                b.add(running, b.add(b.mul(running_stride, const(h)), b.shl(dim, const(3)))) for h in range(heads)
+            ]
+            sums = _new_sums(b, heads)
+            _each(sums, places, lambda place, at: b.store(b.load(pointer(b, at, VF32), align=4), place), b)
 
-        def add_slot(values: ir.Value, first: ir.Value, slot: ir.Value, chain: int) -> None:
-            offset = b.shl(b.add(first, slot), const(2))
-            factors = [splat_value(b, load_at(b, w, offset, F32, 4)) for w in weights]
-            _add_product(b, sums, chain, factors, _load_16(b, storage, values, b.mul(slot, slot_bytes)))
+            def add_slot(slot: ir.Value, chain: int, offset: ir.Value = offset, sums: Sums = sums) -> None:
+                factors = [splat_value(b, load_at(b, w, b.shl(slot, const(2)), F32, 4)) for w in weights]
+                vectors = _load_16(b, storage, values, b.add(b.mul(slot, slot_bytes), offset))
+                _add_product(b, sums, chain, factors, vectors)
 
-        with cgutils.for_range(b, page_count) as page:
-            number = load_at(b, pointer(b, pages), b.shl(page.index, const(2)), I32, 4)
-            values = pointer(b, b.add(v, b.mul(b.sext(number, I64), page_bytes)))
-            first = b.mul(page.index, page_size)
-            left = b.sub(keys, first)
-            count = b.select(b.icmp_signed("<", left, page_size), left, page_size)
-            pairs = b.and_(count, const(-2))
             with cgutils.for_range_slice(b, const(0), pairs, const(2), I64) as (slot, _):
-                add_slot(values, first, slot, 0)
-                add_slot(values, first, b.add(slot, const(1)), 1)
-            with cgutils.if_unlikely(b, b.icmp_signed("<", pairs, count)):
-                add_slot(values, first, pairs, 0)
-        for h in range(heads):
-            scale = splat_value(b, load_at(b, pointer(b, inverse), const(4 * h), F32, 4))
-            place = b.add(out, b.mul(out_stride, const(h)))
-            for i, total in enumerate(_totals(b, storage, sums[h])):
-                b.store(b.fmul(total, scale), pointer(b, b.add(place, const(32 * i)), VF32), align=4)
+                ahead = b.add(b.mul(offset, slots), b.mul(slot, const(SLOTS * CACHE_BYTES[storage])))
+                for line in range(0, 2 * SLOTS * CACHE_BYTES[storage], 64):
+                    prefetch(b, soon, b.add(ahead, const(line)))
+                add_slot(slot, 0)
+                add_slot(b.add(slot, const(1)), 1)
+            with cgutils.if_unlikely(b, b.icmp_signed("<", pairs, slots)):
+                add_slot(pairs, 0)
+            _each(sums, places, lambda place, at: b.store(b.load(place), pointer(b, at, VF32), align=4), b)
 
     return outlined(f"weighted_values_{heads}_{storage}", weighted_values)
+
+
+def _each(sums: Sums, places: Values, act: Callable[[ir.Value, ir.Value], Any], b: ir.IRBuilder) -> None:
+    """Act on every accumulator and the address of its place in memory: vectors, then chains, 32 bytes apart."""
+    for head, base in zip(sums, places, strict=True):
+        for i, place in enumerate(chain for vector in head for chain in vector):
+            act(place, b.add(base, const(32 * i)))
+
+
+def _finish(storage: str) -> Any:
+    @emitted(types.void, *[types.int64] * 4)
+    def finish(b: ir.IRBuilder, running: ir.Value, dims: ir.Value, inverse: ir.Value, out: ir.Value) -> None:
+        """Running sums of one head, chains added, times 1 / sum of weights."""
+        scale = splat_value(b, b.load(pointer(b, inverse, F32), align=4))
+        with cgutils.for_range_slice(b, const(0), dims, const(SLOTS), I64) as (dim, _):
+            sums = _new_sums(b, 1)
+            base = b.add(running, b.shl(dim, const(3)))
+            _each(sums, [base], lambda place, at: b.store(b.load(pointer(b, at, VF32), align=4), place), b)
+            for i, total in enumerate(_totals(b, storage, sums[0])):
+                place = b.add(b.add(out, b.shl(dim, const(2))), const(32 * i))
+                b.store(b.fmul(total, scale), pointer(b, place, VF32), align=4)
+
+    return finish
+
+
+def scratch_floats(heads: int, dim: int, keys: int) -> int:
+    """Working memory of `attend` for `heads` query heads of `dim` and up to `keys` keys, in float32."""
+    return heads + SLOTS + 2 * dim * heads + heads * (keys + 2 * SLOTS)
+
+
+@kernel
+def heads_at_once(left: int) -> int:
+    """Of `left` query heads that share a key/value head, how many the next micro kernel takes."""
+    return 2 if left == 4 else min(left, GROUP_MAX)
 
 
 @kernel
@@ -169,62 +202,106 @@ def softmax_weights(scores: int, keys: int, inverse: int) -> None:
     store_f32(inverse, np.float32(1.0) / sum_lanes(even + odd))
 
 
-def _attend(storage: str) -> Callable[..., None]:
+def _score_page(storage: str) -> Callable[..., None]:
+    """Scores of one key/value head's queries against the slots of one page."""
     scores_1, scores_2, scores_3 = (_scores(storage, h) for h in range(1, GROUP_MAX + 1))
+    size = CACHE_BYTES[storage]
+
+    @kernel
+    def score_page(
+        q: int, group: int, dim: int, slots: int, k: int, k_next: int, page_size: int, out: int, stride: int
+    ) -> None:
+        for slot in range(0, slots, SLOTS):
+            left, queries, place = group, q, out + 4 * slot
+            block, block_next = k + size * slot, k_next + size * slot
+            while left > 0:
+                count = heads_at_once(left)
+                if count == 3:
+                    scores_3(queries, 4 * dim, block, size * page_size, dim, place, stride, block_next)
+                elif count == 2:
+                    scores_2(queries, 4 * dim, block, size * page_size, dim, place, stride, block_next)
+                else:
+                    scores_1(queries, 4 * dim, block, size * page_size, dim, place, stride, block_next)
+                queries += 4 * dim * count
+                place += stride * count
+                left -= count
+
+    return score_page
+
+
+def _add_page(storage: str) -> Callable[..., None]:
+    """Weighted values of one page, added to the running sums of one key/value head's queries."""
     values_1, values_2, values_3 = (_weighted_values(storage, h) for h in range(1, GROUP_MAX + 1))
+
+    @kernel
+    def add_page(
+        weights: int, stride: int, group: int, dim: int, slots: int, v: int, v_next: int, running: int
+    ) -> None:
+        left, sums = group, running
+        while left > 0:
+            count = heads_at_once(left)
+            if count == 3:
+                values_3(weights, stride, v, dim, slots, sums, 8 * dim, v_next)
+            elif count == 2:
+                values_2(weights, stride, v, dim, slots, sums, 8 * dim, v_next)
+            else:
+                values_1(weights, stride, v, dim, slots, sums, 8 * dim, v_next)
+            weights += stride * count
+            sums += 8 * dim * count
+            left -= count
+
+    return add_page
+
+
+def _attend(storage: str) -> Callable[..., None]:
+    score_page, add_page, finish = _score_page(storage), _add_page(storage), _finish(storage)
     size = CACHE_BYTES[storage]
 
     @kernel
     def attend(
-        q: int,  # address of the group's queries, float32 [heads][head_dim], scaled by 1/sqrt(head_dim)
-        heads: int,
-        head_dim: int,
+        q: int,  # address of the first head's query, float32 [kv_heads * group][dim], scaled by 1/sqrt(dim)
+        kv_heads: int,  # how many key/value heads, neighbours in the cache
+        group: int,  # query heads of each
+        dim: int,
         keys: int,
         pages: int,  # address of the row's page numbers, int32
         page_size: int,
-        k_cache: int,  # address of this key/value head in page 0, [head_dim][page_size]
-        v_cache: int,  # [page_size][head_dim]
+        k_cache: int,  # address of the first of these heads in page 0, [kv_heads][dim][page_size]
+        v_cache: int,  # [kv_heads][page_size][dim]
         page_bytes: int,
-        scratch: int,  # 16 + GROUP_MAX * score_room floats
-        score_room: int,
-        out: int,  # float32 [heads][head_dim]
+        scratch: int,  # `scratch_floats` float32
+        out: int,  # float32 [kv_heads * group][dim]
     ) -> None:
-        head_bytes, room = 4 * head_dim, 4 * score_room
-        dim_bytes, slot_bytes = size * page_size, size * head_dim
-        weights = scratch + 64
-        while heads > 0:
-            count = 2 if heads == 4 else min(heads, GROUP_MAX)
-            k_next = k_cache + load_i32(pages) * page_bytes
-            v_here = v_cache + load_i32(pages) * page_bytes
-            first, page = 0, 0
-            while first < keys:
-                k, v_next = k_next, v_here
-                page += 1
-                ahead = load_i32(pages + 4 * page) if page * page_size < keys else load_i32(pages)
-                k_next, v_here = k_cache + ahead * page_bytes, v_cache + ahead * page_bytes
-                for slot in range(0, min(page_size, keys - first), SLOTS):
-                    place = weights + 4 * (first + slot)
-                    k_block, v_block = k + size * slot, v_next + slot_bytes * slot
-                    if count == 3:
-                        scores_3(q, head_bytes, k_block, dim_bytes, head_dim, place, room, k_next, v_block)
-                    elif count == 2:
-                        scores_2(q, head_bytes, k_block, dim_bytes, head_dim, place, room, k_next, v_block)
-                    else:
-                        scores_1(q, head_bytes, k_block, dim_bytes, head_dim, place, room, k_next, v_block)
-                first += page_size
-            for h in range(count):
-                softmax_weights(weights + h * room, keys, scratch + 4 * h)
-            for dim in range(0, head_dim, SLOTS):
-                v, o = v_cache + size * dim, out + 4 * dim
-                if count == 3:
-                    values_3(weights, room, scratch, v, page_bytes, slot_bytes, pages, page_size, keys, o, head_bytes)
-                elif count == 2:
-                    values_2(weights, room, scratch, v, page_bytes, slot_bytes, pages, page_size, keys, o, head_bytes)
-                else:
-                    values_1(weights, room, scratch, v, page_bytes, slot_bytes, pages, page_size, keys, o, head_bytes)
-            q += count * head_bytes
-            out += count * head_bytes
-            heads -= count
+        heads, head_bytes = kv_heads * group, size * dim * page_size
+        stride = 4 * ((keys + SLOTS - 1) // SLOTS * SLOTS + SLOTS)  # bytes from a head's weights to the next one's
+        running = scratch + (4 * heads + 63) // 64 * 64
+        weights = running + 8 * dim * heads
+        page, ahead = load_i32(pages), load_i32(pages)
+        for first in range(0, keys, page_size):
+            page, slots = ahead, min(page_size, keys - first)
+            if first + page_size < keys:
+                ahead = load_i32(pages + 4 * (first // page_size + 1))
+            for head in range(kv_heads):
+                k, k_next = k_cache + page * page_bytes, k_cache + ahead * page_bytes
+                offset, place = head * head_bytes, weights + stride * group * head + 4 * first
+                queries = q + 4 * dim * group * head
+                score_page(queries, group, dim, slots, k + offset, k_next + offset, page_size, place, stride)
+        for head in range(heads):
+            softmax_weights(weights + stride * head, keys, scratch + 4 * head)
+        for i in range(0, 8 * dim * heads, 32):
+            store_f32x8(running + i, splat(0.0))
+        ahead = load_i32(pages)
+        for first in range(0, keys, page_size):
+            page, slots = ahead, min(page_size, keys - first)
+            if first + page_size < keys:
+                ahead = load_i32(pages + 4 * (first // page_size + 1))
+            for head in range(kv_heads):
+                v, v_next = v_cache + page * page_bytes, v_cache + ahead * page_bytes
+                offset, place = head * head_bytes, weights + stride * group * head + 4 * first
+                sums = running + 8 * dim * group * head
+                add_page(place, stride, group, dim, slots, v + offset, v_next + offset, sums)
+        for head in range(heads):
+            finish(running + 8 * dim * head, dim, scratch + 4 * head, out + 4 * dim * head)
 
     return attend
 

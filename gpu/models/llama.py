@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from gpu.kernels.attention import GROUP_MAX, SLOTS
+from gpu.kernels.attention import SLOTS, scratch_floats
 from gpu.kernels.gemm import COLUMNS, FLOAT32, INT8, WEIGHT_BYTES, activation_limit
 from gpu.kernels.packing import PACK, Packer
 from gpu.kernels.sampling import sample_rows
@@ -218,12 +218,12 @@ class HostLlama:
         self._buffer(words.QKV, (rows, attended + 2 * info.num_kv_heads * info.head_dim), np.float32)
         self._buffer(words.ATTENDED, (rows, attended), np.float32)
         self._buffer(words.GATED, (rows, info.intermediate_size), np.float32)
-        attention, products = 16 + GROUP_MAX * positions, COLUMNS * max(2 * GATE_ROWS, rows, self.max_seqs)
+        attention = scratch_floats(info.num_heads, info.head_dim, positions)
+        products = COLUMNS * max(2 * GATE_ROWS, rows, self.max_seqs)
         floats = max(attention, products, info.hidden_size)
         floats = (floats + 31) // 16 * 16 + 16
         self._buffer(words.SCRATCH, (threads, floats), np.float32)
         self._set(words.SCRATCH_BYTES, 4 * floats)
-        self._set(words.SCORE_ROOM, positions)
 
     # --- use ---
 

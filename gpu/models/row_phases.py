@@ -35,7 +35,6 @@ from gpu.models.words import (
     QUERY_FACTOR,
     RESIDUAL,
     ROW_SCALES,
-    SCORE_ROOM,
     SINES,
     TOKEN_COUNT,
     TOKENS,
@@ -45,6 +44,8 @@ from gpu.models.words import (
     task_count,
     worker_scratch,
 )
+
+ROWS_UNDIVIDED = 4  # from here on there are rows enough to keep all threads busy
 
 
 def make_embed_rows(embed: Callable[..., None]) -> Callable[..., int]:
@@ -161,24 +162,25 @@ def make_cache_rows(write_cache: Callable[..., None], cache_bytes: int) -> Calla
 
 
 def make_attend_rows(attend: Callable[..., None], cache_bytes: int) -> Callable[..., int]:
-    """Phase: attention, one task for each row and key/value head."""
+    """Phase: attention, one task for each row, or for each row and key/value head where rows are few."""
 
     @kernel
     def attend_rows(block: int, worker: int, control: int, serial: int, layer: int) -> int:
-        """One task for each row and key/value head."""
         rows, heads, kv_heads = word(block, TOKEN_COUNT), word(block, HEADS), word(block, KV_HEADS)
         dim, page_size = word(block, HEAD_DIM), word(block, PAGE_SIZE)
         width, group = (heads + 2 * kv_heads) * dim, heads // kv_heads
         head_bytes = dim * page_size * cache_bytes
         page_bytes = kv_heads * head_bytes
         layer_offset = layer * word(block, PAGES) * page_bytes
-        scratch, room = worker_scratch(block, worker), word(block, SCORE_ROOM)
-        tasks = task_count(rows * kv_heads, 1)
+        scratch = worker_scratch(block, worker)
+        parts = 1 if rows >= ROWS_UNDIVIDED else kv_heads  # tasks of a row
+        together = kv_heads // parts
+        tasks = task_count(rows * parts, 1)
         while True:
             task = take(control, serial, tasks)
             if task < 0:
                 break
-            row, head = task // kv_heads, task % kv_heads
+            row, head = task // parts, task % parts
             if row < rows:
                 keys = load_i32(word(block, POSITIONS) + 4 * row) + 1
                 offset = layer_offset + head * head_bytes
@@ -186,7 +188,7 @@ def make_attend_rows(attend: Callable[..., None], cache_bytes: int) -> Callable[
                 out = word(block, ATTENDED) + 4 * (heads * row + head * group) * dim
                 k_cache, v_cache = word(block, K_CACHE) + offset, word(block, V_CACHE) + offset
                 pages = row_pages(block, row)
-                attend(q, group, dim, keys, pages, page_size, k_cache, v_cache, page_bytes, scratch, room, out)
+                attend(q, together, group, dim, keys, pages, page_size, k_cache, v_cache, page_bytes, scratch, out)
             finish(control, serial, tasks)
         return await_phase(control, serial)
 
