@@ -1,9 +1,10 @@
 """The scheduler process: one step ahead of the device.
 
 Owns the loop and its I/O: intake in, steps out, results in, progress out. It never imports torch, never sees a token
-before the device has finished it, and waits in two places only: for the oldest step in flight, and, with nothing to
-run, on its own doorbell. What to run is decided in `policy`, what becomes of rows in `sched_rows`, of steps in
-`sched_steps`.
+before the device has finished it, and never waits for the detokenizer: what that has no room for goes out later
+(`sched_progress`). It waits for the oldest step in flight, and, with nothing in flight, for something to do; only after
+SIGTERM, when all else is done, it gives the detokenizer a moment to make room. What to run is decided in `policy`, what
+becomes of rows in `sched_rows`, of steps in `sched_steps`.
 
     receive -> plan step N+1, push it while step N runs -> wait for step N -> work its result in -> tell the detokenizer
 
@@ -15,6 +16,7 @@ import time
 from collections.abc import Callable
 
 from procs.sched_audit import check_conservation
+from procs.sched_progress import ProgressOut
 from procs.sched_recovery import recover
 from procs.sched_rows import Rows
 from procs.sched_steps import Steps
@@ -24,6 +26,7 @@ from shm.records import ResultLayout, StepLayout, progress_rows_max, read_intake
 from shm.trace import What
 
 EPOCH_STEPS = 1 << 40  # steps that one scheduler may number: those of a later one are higher, whatever this one did
+LAST_WORDS_S = 1.0  # after SIGTERM, for the detokenizer to make room; well within the stage's time to stop
 
 
 class Scheduler:
@@ -36,12 +39,11 @@ class Scheduler:
         self._intake = stage.ring_consumer("intake")
         self._queue = stage.ring_producer("step")
         self._results = stage.ring_consumer("result")
-        self._progress = stage.ring_producer("progress")
+        self._progress = ProgressOut(stage.ring_producer("progress"), config.rows, progress_rows_max(config))
         # One view per slot, made once: a payload stays where it is.
         step_layout, result_layout = StepLayout(config), ResultLayout(config)
         self._step_views = [step_layout.view(payload) for payload in self._queue.ring.payloads]
         self._result_views = [result_layout.view(payload) for payload in self._results.ring.payloads]
-        self._progress_rows = progress_rows_max(config)
         self._depth = STEPS_IN_FLIGHT if config.overlap else 1
         self._first_step = self._next_step = (stage.epoch - 1) * EPOCH_STEPS + 1
         self._audited = False
@@ -49,7 +51,7 @@ class Scheduler:
         self.steps = Steps(self.rows)
 
     def run(self) -> None:
-        """Serve until SIGTERM; then end the steps in flight, and return."""
+        """Serve until SIGTERM; then end the steps in flight, tell what came of them, and return."""
         recover(self.rows)
         self._tell()
         self._export()
@@ -57,6 +59,7 @@ class Scheduler:
         self._stage.ready()
         while self.steps.in_flight or not self._stage.stopping:
             self.turn()
+        self._say_last_words()
 
     def turn(self) -> None:
         """One round of the loop: at most one step out and at most one result in."""
@@ -113,29 +116,23 @@ class Scheduler:
 
     def _tell(self) -> None:
         """Tell the detokenizer what rows gained or ended: tokens, count, finish and done are in the ledger by now."""
-        outbox = self.rows.outbox
-        for record in outbox:
-            for begin in range(0, record.shape[1], self._progress_rows):
-                # The detokenizer always drains. If it is dead, what it missed is in the ledger.
-                self._wait(lambda: self._progress.space() > 0 or self._stage.stopping)
-                if self._progress.space() > 0:
-                    piece = record[:, begin : begin + self._progress_rows]
-                    self._progress.push(piece.copy(), source_seq=self._next_step - 1)
-        outbox.clear()
+        self._progress.send(self.rows.outbox, self._next_step - 1)
+        self.rows.outbox.clear()
 
     # ------------------------------------------------------------------ waiting
 
     def _await_result(self) -> None:
         """Wait for the oldest step in flight and work its result in.
 
-        With room for another step, a request that comes meanwhile ends the wait: it need not wait for the device.
+        With room for another step, a request that comes meanwhile ends the wait: it need not wait for the device. So
+        does room in the progress ring if something is late.
         """
-        results, intake = self._results, self._intake
+        results, intake, progress = self._results, self._intake, self._progress
         begin = time.monotonic_ns()
         if len(self.steps.in_flight) < self._depth:
-            self._bell.wait(lambda: results.available() > 0 or intake.available() > 0)
+            self._bell.wait(lambda: results.available() > 0 or intake.available() > 0 or progress.can_send)
         else:
-            self._wait(lambda: results.available() > 0)
+            self._wait(lambda: results.available() > 0 or progress.can_send)
         end = time.monotonic_ns()
         self._stats.add("wait_ns_total", end - begin)
         self._trace.span(What.WAIT, self.steps.in_flight[0].step, begin, end)
@@ -161,24 +158,38 @@ class Scheduler:
         stale: bool = self._result_views[slot.seq % len(self._result_views)].step < self._first_step
         if stale:
             self._results.release()
+            # The device may wait for this very slot, the others being promised to steps that run. A release rings for
+            # a full ring only, and this one need not be; the results of the steps of one scheduler never fill it.
+            self._stage.doorbells["gpu"].ring()
             self._stats.add("stale_results_total")
         return stale
 
     def _idle(self) -> None:
         """Nothing runs and nothing can: check that no page was lost, then wait on the doorbell."""
-        rows, results, queue = self.rows, self._results, self._queue
+        rows, results, queue, progress = self.rows, self._results, self._queue, self._progress
         if results.available() > 0:
             assert self._drop_stale(), "a result of a step that nobody queued"
             return
         if queue.space() == 0:  # after restarts in a row: what the ones before queued is still to be run
-            self._bell.wait(lambda: queue.space() > 0 or results.available() > 0)
+            self._bell.wait(lambda: queue.space() > 0 or results.available() > 0 or progress.can_send)
             return
         if not self._audited and not self._stage.stopping:
             assert not rows.waiting and not rows.state.running, "work is waiting, and nothing runs"
             check_conservation(rows)
             self._audited = True
             self._export()
-        self._bell.wait(lambda: self._intake.available() > 0 or results.available() > 0 or self._stage.stopping)
+        intake, stage = self._intake, self._stage
+        self._bell.wait(
+            lambda: intake.available() > 0 or results.available() > 0 or progress.can_send or stage.stopping
+        )
+
+    def _say_last_words(self) -> None:
+        """Give the detokenizer a moment to take what it has not been told. If it is gone, so is whom it would tell."""
+        end_s = time.monotonic() + LAST_WORDS_S
+        while self._progress.behind and time.monotonic() < end_s:
+            self._bell.wait(lambda: self._progress.can_send)
+            self._stage.beat()
+            self._tell()
 
     def _wait(self, ready: Callable[[], bool]) -> None:
         while not self._bell.wait(ready):
