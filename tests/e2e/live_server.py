@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import atexit
 import json
 import os
 import re
@@ -116,6 +117,7 @@ class LiveServer:
 def spawn(*args: str, env: dict[str, str] | None = None) -> LiveServer:
     port = free_port()
     log = Path(tempfile.mkstemp(prefix="stepahead-test-", suffix=".log")[1])
+    atexit.register(log.unlink, missing_ok=True)
     command = [sys.executable, "-m", "frontend.cli", "serve", "--port", str(port), *args]
     with log.open("wb") as out:
         process = subprocess.Popen(
