@@ -5,16 +5,13 @@ index, because a wrong entry or page would be a wrong answer for another request
 raise: they return a fault code (see `explain`), since the device needs the message and not a traceback from here.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
-from numba import njit
 from numpy.typing import NDArray
 
-from gpu.kernels import native
+from gpu.kernels.native import host_kernel, kernel
 from shm import records
-
-assert native.CACHE_FOLDER  # importing it tells numba where compiled kernels are kept
 
 # Planes of a step descriptor. Spelt out here, because compiled kernels outlive a change in another file.
 CHUNK_ENTRY, CHUNK_ROW, CHUNK_START, CHUNK_COUNT, CHUNK_LAST = range(5)
@@ -80,13 +77,13 @@ def explain(fault: int) -> str:
     return _FAULTS[fault & ((1 << _FAULT_BITS) - 1)].format(fault >> _FAULT_BITS)
 
 
-@njit(cache=True, nogil=True)
-def _fault(code, entry):  # type: ignore[no-untyped-def]
+@kernel
+def _fault(code: Any, entry: Any) -> Any:
     return code | (entry << _FAULT_BITS)
 
 
-@njit(cache=True, nogil=True)
-def write_slots(table, writes, count, pages):  # type: ignore[no-untyped-def]
+@host_kernel
+def write_slots(table: Any, writes: Any, count: Any, pages: Any) -> int:
     """table i32[entries, pages_per_row][entry, index] = page for the first `count` of writes i32[3, cap]."""
     for i in range(count):
         entry, index, page = writes[SLOT_ENTRY, i], writes[SLOT_INDEX, i], writes[SLOT_PAGE, i]
@@ -98,8 +95,8 @@ def write_slots(table, writes, count, pages):  # type: ignore[no-untyped-def]
     return OK
 
 
-@njit(cache=True, nogil=True)
-def write_sampling(real, top_k, seed, writes, write_bits, count):  # type: ignore[no-untyped-def]
+@host_kernel
+def write_sampling(real: Any, top_k: Any, seed: Any, writes: Any, write_bits: Any, count: Any) -> int:
     """Set the sampling parameters of `count` entries from writes i32[7, cap]; write_bits is the same as f32."""
     for i in range(count):
         entry = writes[SAMPLING_ENTRY, i]
@@ -114,8 +111,8 @@ def write_sampling(real, top_k, seed, writes, write_bits, count):  # type: ignor
     return OK
 
 
-@njit(cache=True, nogil=True)
-def copy_ids(chunks, count, plane, ids):  # type: ignore[no-untyped-def]
+@host_kernel
+def copy_ids(chunks: Any, count: Any, plane: Any, ids: Any) -> int:
     """Copy the tokens of `count` chunks i32[6, cap] from the ledger's plane i32[rows, max_len] to ids, end to end."""
     at = 0
     for c in range(count):
@@ -130,8 +127,8 @@ def copy_ids(chunks, count, plane, ids):  # type: ignore[no-untyped-def]
     return OK
 
 
-@njit(cache=True, nogil=True)
-def _take_pages(tables, entry, last, row, rows, page_size):  # type: ignore[no-untyped-def]
+@kernel
+def _take_pages(tables: Any, entry: Any, last: Any, row: Any, rows: Any, page_size: Any) -> int:
     """Copy the pages that positions 0..last of `entry` live in to row `row`."""
     if last < 0 or last >= tables.pages.shape[1] * page_size:
         return _fault(BAD_POSITION, entry)
@@ -143,8 +140,8 @@ def _take_pages(tables, entry, last, row, rows, page_size):  # type: ignore[no-u
     return OK
 
 
-@njit(cache=True, nogil=True)
-def _take_sample(tables, entry, length, sample, rows):  # type: ignore[no-untyped-def]
+@kernel
+def _take_sample(tables: Any, entry: Any, length: Any, sample: Any, rows: Any) -> None:
     """Sample `sample` belongs to `entry`, which will have `length` tokens in the cache and gets the one behind them."""
     rows.entries[sample] = entry
     rows.lengths[sample] = length if entry != PADDING_ENTRY else 0  # padding stays at position 0 for ever
@@ -155,8 +152,8 @@ def _take_sample(tables, entry, length, sample, rows):  # type: ignore[no-untype
     rows.seed[sample] = tables.seed[entry]
 
 
-@njit(cache=True, nogil=True)
-def gather_decode(tables, entries, live, padded, rows, page_size, poison):  # type: ignore[no-untyped-def]
+@host_kernel
+def gather_decode(tables: Any, entries: Any, live: Any, padded: Any, rows: Any, page_size: Any, poison: Any) -> int:
     """Rows, tokens and samples 0..padded: one token of each entry; beyond `live` they belong to padding."""
     for i in range(padded):
         entry = entries[i] if i < live else PADDING_ENTRY
@@ -178,8 +175,10 @@ def gather_decode(tables, entries, live, padded, rows, page_size, poison):  # ty
     return OK
 
 
-@njit(cache=True, nogil=True)
-def gather_chunks(tables, chunks, count, ids, decode, rows, page_size, poison):  # type: ignore[no-untyped-def]
+@host_kernel
+def gather_chunks(
+    tables: Any, chunks: Any, count: Any, ids: Any, decode: Any, rows: Any, page_size: Any, poison: Any
+) -> int:
     """Append `count` chunks i32[6, cap] behind `decode` decode rows; only a last chunk samples a token."""
     token, sample = decode, decode
     for c in range(count):
