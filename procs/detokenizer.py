@@ -70,8 +70,9 @@ def open_row(
     """
     assert ledger.generation[row] == generation, f"row {row}: {generation} is not its generation"
     strings = tuple(ledger.stop_strings(row))
+    stop_ids = ledger.stop_ids[row].tolist()  # padded with -1, which no token is
     tokens = ledger.tokens[row, int(ledger.prompt_len[row]) :]
-    state = RowText(generation, tokens, OutputText(table, stops(strings) if strings else None))
+    state = RowText(generation, tokens, OutputText(table, stops(strings) if strings else None, stop_ids))
     delivered = int(ledger.delivered[row])
     state.output.push(tokens[:delivered].tolist())
     state.told = delivered

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 from tokenizers import Tokenizer
 
-from procs.prompt_checks import check_text_length
+from procs.prompt_checks import BadRequest, check_text_length
 
 # A megabyte of text takes about a second, as does a million ids.
 LONG_TEXT_CHARS = 32 * 1024
@@ -86,6 +86,19 @@ class PromptEncoder:
             normalizer = self._tokenizer.normalizer
             normal = text if normalizer is None else normalizer.normalize_str(text)
             check_text_length(len(normal), self._longest_token, max_len, param)
+
+    def check_vocabulary(self, ids: list[int], vocab_size: int, param: str) -> None:
+        """Raises BadRequest for a text (its ids) with a token that the model has not.
+
+        A tokenizer may know more tokens than the model has embeddings for, such as one that was added for padding.
+        """
+        if ids and max(ids) >= vocab_size:
+            bad = max(ids)
+            raise BadRequest(
+                f"{param} holds {self._tokenizer.id_to_token(bad)!r}, a token of the tokenizer (id {bad}) that the "
+                f"model does not have: its vocabulary has ids 0 to {vocab_size - 1}.",
+                param,
+            )
 
     def _ids(self, texts: list[str], special: bool) -> list[list[int]]:
         # "Fast" leaves out the offsets, which nobody reads. The library gives the GIL away meanwhile.

@@ -1,14 +1,14 @@
 """An output's text as it leaves: stop strings, and what is held back for them.
 
-The text of an output is that of its tokens (`token_text`), cut before the stop string that is completed first. No part
-of a stop string ever leaves; streamed pieces joined are the whole text. What has left after n tokens depends on those n
-tokens alone, never on how they came in records, so that any state here can be made again from the ledger. May never do
-I/O, and never look further back than what is held.
+The text of an output is that of its tokens (`token_text`), cut before the stop string that is completed first. A stop
+token gives no text, and no part of a stop string ever leaves; streamed pieces joined are the whole text. What has left
+after n tokens depends on those n tokens alone, never on how they came in records, so that any state here can be made
+again from the ledger. May never do I/O, and never look further back than what is held.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 
 from procs.token_text import TextTable
 
@@ -105,13 +105,15 @@ class StopScan:
 class OutputText:
     """The text of one output as it grows.
 
-    `count`: output tokens taken in. `stop_count`: how many of them it took to complete a stop string (0 = none is
-    complete); tokens after that give no text.
+    `stop_ids`: tokens that end the output; such a token is counted and gives no text, whether or not it is known yet
+    that the output has ended with it. `count`: output tokens taken in. `stop_count`: how many of them it took to
+    complete a stop string (0 = none is complete); tokens after that give no text.
     """
 
-    __slots__ = ("_decoder", "_scan", "count", "stop_count")
+    __slots__ = ("_decoder", "_scan", "_stop_ids", "count", "stop_count")
 
-    def __init__(self, table: TextTable, stops: StopStrings | None) -> None:
+    def __init__(self, table: TextTable, stops: StopStrings | None, stop_ids: Collection[int] = ()) -> None:
+        self._stop_ids = frozenset(stop_ids)
         self._decoder = table.decoder()
         self._scan = StopScan(stops) if stops else None
         self.count = 0
@@ -121,10 +123,12 @@ class OutputText:
         """Takes in the next tokens; returns the text that may leave now."""
         if self.stop_count:
             return ""
-        push = self._decoder.push
+        push, stop_ids = self._decoder.push, self._stop_ids
         pieces: list[str] = []
         for token in tokens:
             self.count += 1
+            if token in stop_ids:
+                continue
             text = push(token)
             if self._scan and text:
                 text, stopped = self._scan.feed(text)

@@ -181,6 +181,7 @@ class TokenizerStage:
         max_len = self._config.max_len
         try:
             check_length(len(ids), max_len, request.prompt_param)
+            self._encoder.check_vocabulary(ids, self._vocab_size, request.prompt_param)
             limit = output_limit(len(ids), request.max_tokens, request.default_max_tokens, max_len)
         except BadRequest as refusal:
             self._refuse(message, refusal)

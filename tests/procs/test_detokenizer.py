@@ -16,11 +16,14 @@ from procs.text_stream import StopStrings
 from procs.token_text import TextTable
 from procs.tokenizer_files import load_tokenizer
 from shm.ledger import FINISH_ABORT, FINISH_ERROR, FINISH_LENGTH, FINISH_NAMES, FINISH_NONE, FINISH_STOP
+from shm.limits import MAX_STOP_TOKEN_IDS
 from tests.model_factory import EOS_TOKEN_IDS, TinyLlama, vocabulary
 from tests.procs.text_rig import TextRig
 
 EOS = EOS_TOKEN_IDS[0]
 BYTE = 3  # id of byte 0
+STOP_ID = BYTE + ord("b")  # a stop token of the property test: its text is part of stop strings, too
+STOPS = ["ab", "ba\ufffd", "€"]
 
 
 def ids(text: str) -> list[int]:
@@ -83,11 +86,14 @@ class Stage:
             self.child.trace(),
         )
 
-    def start(self, row: int, stops: list[str] | None = None, prompt_len: int = 3) -> int:
+    def start(
+        self, row: int, stops: list[str] | None = None, prompt_len: int = 3, stop_ids: tuple[int, ...] = ()
+    ) -> int:
         """Allocates a row with a prompt; returns its generation."""
         gen = self.rig.open(row)
         self.ledger.prompt_len[row] = prompt_len
         self.ledger.write_stop_strings(row, stops or [])
+        self.ledger.stop_ids[row] = [*stop_ids, *[-1] * (MAX_STOP_TOKEN_IDS - len(stop_ids))]
         self.ledger.count[row] = 0
         return gen
 
@@ -180,6 +186,58 @@ def test_a_stop_string_before_the_end_in_the_same_record(stage: Stage) -> None:
     assert stage.bell.rung == 0, "the scheduler has finished the row"
 
 
+@pytest.mark.parametrize("records", [["so !"], ["so ", "!"], ["s", "o", " ", "!"]])
+@pytest.mark.parametrize("restart", [False, True])
+def test_a_stop_token_is_counted_and_does_not_leave(stage: Stage, records: list[str], restart: bool) -> None:
+    gen = stage.start(4, stop_ids=(7, *ids("!")))
+    items = []
+    for text in records:
+        if restart:
+            stage.restart()
+        stage.advance(4, gen, ids(text), FINISH_STOP if text.endswith("!") else FINISH_NONE)
+        items += stage.turn()
+        stage.ledger.delivered[4] = items[-1][3]
+    assert "".join(item[4] for item in items) == "so "
+    assert items[-1][3:4] + items[-1][5:] == [4, "stop", True]
+    assert stage.ledger.text_stop[4] != gen
+
+
+def test_what_was_held_leaves_before_a_stop_token(stage: Stage) -> None:
+    gen = stage.start(4, ["stop!"], stop_ids=tuple(ids("!")))
+    stage.advance(4, gen, ids("a stop"))
+    assert stage.turn() == [[4, gen, 0, 6, "a ", None, False]]
+    stage.advance(4, gen, ids("!"), FINISH_STOP)
+    assert stage.turn() == [[4, gen, 6, 7, "stop", "stop", True]]
+    assert stage.ledger.text_stop[4] != gen, "a stop token's text completes no stop string"
+
+
+def test_stop_tokens_of_an_earlier_request_give_text(stage: Stage) -> None:
+    first = stage.start(0, stop_ids=tuple(ids("!")))
+    stage.advance(0, first, ids("!"), FINISH_STOP)
+    assert stage.turn() == [[0, first, 0, 1, "", "stop", True]]
+    second = stage.start(0)
+    stage.advance(0, second, ids("!"), FINISH_LENGTH)
+    assert stage.turn() == [[0, second, 0, 1, "!", "length", True]]
+
+
+def test_a_death_before_the_message_leaves_loses_nothing(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    gen = stage.start(0)
+    stage.advance(0, gen, ids("ab"))
+    stage.advance(0, gen, ids("c"), FINISH_LENGTH)
+
+    def die(message: dict[str, Any]) -> None:
+        raise RuntimeError("died")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(stage.frontend, "send", die)
+        with pytest.raises(RuntimeError, match="died"):
+            stage.stage.turn()
+    assert stage.consumer.available() == 2, "what was not sent is not given back"
+    stage.restart()
+    assert stage.turn() == [[0, gen, 0, 3, "abc", "length", True]]
+    assert stage.consumer.available() == 0
+
+
 def test_a_row_is_used_again(stage: Stage) -> None:
     first = stage.start(0, ["b"])
     stage.advance(0, first, ids("ab"))
@@ -206,9 +264,9 @@ def test_a_generation_that_is_not_the_row_s_is_a_bug(stage: Stage) -> None:
         stage.stage.turn()
 
 
-def whole(stage: Stage, tokens: list[int], stops: list[str]) -> tuple[str, int]:
+def whole(stage: Stage, tokens: list[int], stops: list[str], stop_ids: tuple[int, ...]) -> tuple[str, int]:
     """The text of an output, and its count, by plain search."""
-    text = stage.tokenizer.decode([token for token in tokens if token not in EOS_TOKEN_IDS])
+    text = stage.tokenizer.decode([token for token in tokens if token not in (*EOS_TOKEN_IDS, *stop_ids)])
     ends = [(at + len(stop), at) for stop in stops if (at := text.find(stop)) >= 0]
     return (text[: min(ends)[1]], 1) if ends else (text, 0)
 
@@ -219,7 +277,7 @@ def test_the_contract_holds_whatever_comes(stage: Stage, data: st.DataObject) ->
     """Ranges tile, one finish, one release, text is the whole decode, over a restart at any turn."""
     stage.consumer.release(stage.consumer.available())  # of an example that failed
     stage.restart()
-    rows = {row: stage.start(row, ["ab", "ba\ufffd", "€"]) for row in range(3)}
+    rows = {row: stage.start(row, STOPS, stop_ids=(STOP_ID,) if row else ()) for row in range(3)}
     token = st.one_of(st.integers(0, len(vocabulary()) - 1), st.sampled_from([*ids("ab€"), EOS]))
     outputs: dict[int, list[int]] = {row: [] for row in rows}
     items: list[list[Any]] = []
@@ -228,6 +286,8 @@ def test_the_contract_holds_whatever_comes(stage: Stage, data: st.DataObject) ->
         for row in [row for row in rows if row not in finished]:
             tokens = data.draw(st.lists(token, max_size=4))
             finish = FINISH_LENGTH if last_round else data.draw(st.sampled_from([0, 0, 0, FINISH_STOP]))
+            if row and STOP_ID in tokens:
+                tokens, finish = tokens[: tokens.index(STOP_ID) + 1], FINISH_STOP
             outputs[row] += tokens
             stage.advance(row, rows[row], tokens, finish)
             if finish:
@@ -242,7 +302,7 @@ def test_the_contract_holds_whatever_comes(stage: Stage, data: st.DataObject) ->
     items += stage.turn()
     for row, gen in rows.items():
         own = [item for item in items if item[0] == row]
-        text, stopped = whole(stage, outputs[row], ["ab", "ba\ufffd", "€"])
+        text, stopped = whole(stage, outputs[row], STOPS, (STOP_ID,) if row else ())
         assert "".join(item[4] for item in own) == text
         assert {item[1] for item in own} == {gen}
         bounds = [(item[2], item[3]) for item in own]
@@ -283,6 +343,7 @@ def test_the_process(path: Path) -> None:
                 gens.append(rig.open(row))
                 rig.ledger.prompt_len[row] = 2
                 rig.ledger.write_stop_strings(row, ["STOP"])
+                rig.ledger.stop_ids[row] = -1
             texts = [f"row {row} says STOP and more" if row % 2 else f"row {row} says é" for row in range(8)]
             encoded = [text.encode() for text in texts]
             for step in range(max(map(len, encoded))):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from hypothesis import example, given, settings
+from hypothesis import assume, example, given, settings
 from hypothesis import strategies as st
 
 from procs.text_stream import OutputText, StopScan, StopStrings
@@ -115,6 +115,25 @@ def test_an_unfinished_character_can_complete_a_stop_string_at_the_end() -> None
     assert output.stop_count == 0
     assert output.flush() == ""
     assert output.stop_count == 3
+
+
+@settings(max_examples=60)
+@given(ids=st.lists(st.integers(0, VOCAB - 1), max_size=20), stop_id=st.integers(0, VOCAB - 1), data=st.data())
+def test_a_stop_token_is_counted_and_gives_no_text(ids: list[int], stop_id: int, data: st.DataObject) -> None:
+    ids = [token for token in ids if token != stop_id]
+    # A stop string that its text would complete.
+    stops = StopStrings(["never there", "\u20ac" + (TOKENIZER.decode([stop_id]) or "x")])
+    assume("\u20ac" not in TOKENIZER.decode(ids))
+    whole = OutputText(TABLE, stops, [stop_id])
+    text = whole.push([*ids, stop_id]) + whole.flush()
+    assert text == TOKENIZER.decode(ids, skip_special_tokens=True)
+    assert (whole.count, whole.stop_count) == (len(ids) + 1, 0)
+
+    cut = data.draw(st.integers(0, len(ids)))
+    streamed = OutputText(TABLE, stops, [stop_id])
+    pieces = [streamed.push(ids[:cut]), streamed.push(ids[cut:]), streamed.push([stop_id]), streamed.flush()]
+    assert "".join(pieces) == text
+    assert streamed.count == whole.count
 
 
 def test_held_text_is_flushed() -> None:

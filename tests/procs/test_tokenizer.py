@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -306,6 +307,48 @@ def test_tokenize_and_detokenize(rig: TextRig, stage: Stage) -> None:
 def test_a_bug_is_not_a_refusal(stage: Stage) -> None:
     with pytest.raises(KeyError):
         stage.stage.take([{"op": "generate", "row": 0}])
+
+
+def with_a_token_beyond(folder: Path) -> Path:
+    """A model whose tokenizer has one token more than the model has embeddings: "<pad>", id VOCAB."""
+    TinyLlama(layers=1).write_hf(folder)
+    file = folder / "tokenizer.json"
+    content = json.loads(file.read_text())
+    content["added_tokens"].append({**content["added_tokens"][0], "id": VOCAB, "content": "<pad>"})
+    file.write_text(json.dumps(content))
+    assert load_tokenizer(folder).encode("<pad>").ids == [VOCAB]
+    return folder
+
+
+def test_text_with_a_token_that_the_model_has_not_is_refused(tmp_path: Path) -> None:
+    rig = TextRig(with_a_token_beyond(tmp_path / "hf"), max_len=512)
+    try:
+        intake = rig.scheduler.ring_consumer("intake")
+        with rig.process("tokenizer"):
+            sender = rig.sender("tokenizer")
+            for row, (kind, prompt) in enumerate(
+                [
+                    ("text", "a<pad>b"),
+                    ("chat", [{"role": "user", "content": "<pad>"}]),
+                    ("text", "a"),
+                    ("ids", [VOCAB]),
+                ]
+            ):
+                sender.send(generate(row, rig.open(row), prompt, kind))
+            sender.send({"op": "tokenize", "id": 1, "prompt": "a<pad>"})
+            answers = rig.receive(5)
+            assert [answer["tokens"][-1] for answer in answers if answer["ev"] == "tokenized"] == [VOCAB]
+            refusals = {answer["row"]: answer for answer in answers if answer["ev"] == "rejected"}
+            assert {row: (answer["status"], answer["param"]) for row, answer in refusals.items()} == {
+                0: (400, "prompt"),
+                1: (400, "messages"),
+                3: (400, "prompt"),
+            }
+            assert all("<pad>" in refusals[row]["message"] and str(VOCAB) in refusals[row]["message"] for row in (0, 1))
+            assert rig.take_intake(intake) == [(2, 1)]
+            assert intake.available() == 0
+    finally:
+        rig.close()
 
 
 def test_the_process(rig: TextRig) -> None:
