@@ -25,7 +25,12 @@ def new_address(stage: str) -> str:
 
 
 class Sender:
-    """The sending end, for one thread. Messages to a receiver that is not there yet, or again, are kept."""
+    """The sending end, for one thread.
+
+    Messages to a receiver that is not there yet are kept until it is. One that dies takes messages with it: those that
+    it had not read, and those sent before the end of the connection was noticed; nobody is told. Later ones are kept
+    for the receiver that takes its place.
+    """
 
     def __init__(self, ctx: zmq.Context[Any], address: str) -> None:
         # A plain socket from a zmq.asyncio context, too: sending never has to be awaited.
@@ -36,7 +41,7 @@ class Sender:
         self._socket.connect(address)
 
     def send(self, message: dict[str, Any]) -> None:
-        """Send an object that JSON can express. Returns at once."""
+        """Send an object that JSON can express. Returns at once; that it arrives is not certain (see above)."""
         self._socket.send(orjson.dumps(message), zmq.DONTWAIT)
 
     def close(self) -> None:
