@@ -58,7 +58,9 @@ PLANES = (
     Plane("finish", "scheduler", "i4"),  # FINISH_*
     Plane("begun", "scheduler", "i8"),  # := generation when count and finish were reset for it
     Plane("done", "scheduler", "i8"),  # := generation, LAST: the scheduler never touches the row again
-    Plane("text_stop_count", "detokenizer", "i4"),  # output tokens, the one that completed a stop string included
+    # Output tokens, the one that completed a stop string included. No stage reads it: the row's end, for whoever has to
+    # find it in the ledger alone.
+    Plane("text_stop_count", "detokenizer", "i4"),
     Plane("text_stop", "detokenizer", "i8"),  # := generation, LAST
     # The prompt, written by the tokenizer, and behind it the output, written by the scheduler.
     Plane("tokens", "tokenizer [:prompt_len], scheduler [prompt_len:]", "i4", 0),
