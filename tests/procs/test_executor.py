@@ -15,7 +15,7 @@ from gpu.warm_up import WarmUp
 from procs.executor import Executor
 from shm.control import Control
 from shm.doorbell import Doorbell
-from shm.limits import STEP_RING_SLOTS
+from shm.limits import RESULT_RING_SLOTS, STEP_RING_SLOTS
 from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout, ring_specs
 from shm.ring import Ring
 from shm.segment import Segment
@@ -175,6 +175,27 @@ def test_full_rings_hold_the_executor_back_and_lose_nothing(rig: Rig) -> None:
     assert rig.steps.space() == 0  # left where they are
     tokens = reference(PROMPT, 16)
     assert [rig.result() for _ in range(16)] == [(i + 1, i, [tokens[i]]) for i in range(16)]
+    assert rig.error is None
+
+
+def test_a_result_that_is_still_to_come_has_a_claim_on_its_slot(rig: Rig) -> None:
+    """Three results lie unread, the device is blocked, and more steps are queued than results have room for."""
+    rig.serve()
+    rig.prefill()
+    rig.push([1])
+    rig.push([1])
+    await_that(lambda: rig.results.available() == 3 and rig.steps.space() == STEP_RING_SLOTS)
+    gate = hold_forward(rig)
+    for _ in range(RESULT_RING_SLOTS):
+        rig.push([1])
+    launched = RESULT_RING_SLOTS - 3
+    await_that(lambda: rig.stats.read()["gpu"]["decode_steps_total"] >= 2 + launched)
+    time.sleep(0.05)
+    assert rig.stats.read()["gpu"]["decode_steps_total"] == 2 + launched
+    gate.set()
+    await_that(lambda: rig.results.available() == RESULT_RING_SLOTS)
+    tokens = reference(PROMPT, 3 + RESULT_RING_SLOTS)
+    assert [rig.result() for _ in tokens] == [(i + 1, i, [token]) for i, token in enumerate(tokens)]
     assert rig.error is None
 
 
