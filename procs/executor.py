@@ -7,19 +7,20 @@ because that slot is the pinned descriptor that the device may still read.
 
 Two threads, each with its own words: the launch loop (heartbeat, launch spans) and the copy stream (result head, step
 tail, all other counters).
+
+What belongs to the device is imported once the stage has booted, so that whatever is wrong with it (a broken numba, a
+library that is missing) reaches the supervisor as the reason.
 """
+
+from __future__ import annotations
 
 import gc
 import sys
 import time
 from collections.abc import Callable
 from functools import partial
+from typing import TYPE_CHECKING
 
-from gpu.device.host import HostDevice
-from gpu.device.protocol import Device
-from gpu.lanes import ResultSlot, StepSlot
-from gpu.step import StepProgram
-from gpu.warm_up import WarmUp
 from shm import child
 from shm.config import ServerConfig
 from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
@@ -28,6 +29,11 @@ from shm.ring import RingConsumer, RingProducer
 from shm.stats import StatsWriter
 from shm.tensor_map import ModelError
 from shm.trace import TraceWriter, What
+
+if TYPE_CHECKING:
+    from gpu.device.protocol import Device
+    from gpu.lanes import ResultSlot
+    from gpu.step import StepProgram
 
 SWITCH_INTERVAL_S = 5e-5  # how long a stream may have to wait for the interpreter lock, see gpu.device.host
 LAUNCH_LANE, RESULT_LANE = 0, 1  # trace lanes
@@ -88,6 +94,8 @@ class Executor:
         traces: tuple[TraceWriter, TraceWriter],
     ) -> None:
         """rings: step and result. traces: the lanes of the launch loop and of the copy stream."""
+        from gpu.lanes import ResultSlot, StepSlot
+
         steps, results = rings
         steps.resume_after(results.last_source_seq)  # a predecessor may have died between its two stores
         self._device = device
@@ -161,6 +169,7 @@ def build_program(stage: child.Child, device: Device) -> StepProgram:
     from gpu.kernels.sampling import sample
     from gpu.models.llama import HostLlama
     from gpu.models.weights import open_weights
+    from gpu.step import StepProgram
 
     config = stage.config
     try:
@@ -190,6 +199,9 @@ def main() -> None:
     with child.start() as stage:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         stage.progress(f"loading {stage.config.model.name}")
+        from gpu.device.host import HostDevice
+        from gpu.warm_up import WarmUp
+
         device = HostDevice()
         program = build_program(stage, device)
         stats = stage.stats_writer()

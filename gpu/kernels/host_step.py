@@ -78,8 +78,8 @@ def explain(fault: int) -> str:
 
 
 @kernel
-def _fault(code: Any, entry: Any) -> Any:
-    return code | (entry << _FAULT_BITS)
+def _fault(code: Any, entry: Any) -> int:
+    return int(code | (entry << _FAULT_BITS))
 
 
 @host_kernel

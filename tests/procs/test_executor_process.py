@@ -175,3 +175,13 @@ def test_a_broken_model_is_told_in_one_line(start: Callable[..., ExecutorRig], t
     assert str(folder) in words
     assert "\n" not in words
     assert rig.process.reap() == 1
+
+
+def test_an_import_that_fails_is_told_as_the_reason(
+    start: Callable[..., ExecutorRig], model: ModelInfo, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "numba.py").write_text("raise ImportError('this numba is broken')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    rig = start(model)
+    assert "this numba is broken" in rig.last_words()
+    assert rig.process.reap() == 1
