@@ -51,7 +51,6 @@ class Lane:
     staged: Event  # schedule stream: descriptor and tables are ready for the step
     published: Event  # forward stream: lengths are there
     done: Event  # forward stream: the step has ended
-    lengths_out: Event  # lengths stream: the early copy of the lengths has been made
     left: Event  # copy stream: nothing will touch the lane any more
 
     @property
@@ -102,7 +101,6 @@ def make_lanes(device: Device, config: ServerConfig) -> tuple[Lane, ...]:
             staged=device.event(f"staged{i}"),
             published=device.event(f"published{i}"),
             done=device.event(f"done{i}"),
-            lengths_out=device.event(f"lengths_out{i}"),
             left=device.event(f"left{i}"),
         )
 

@@ -2,7 +2,7 @@
 
     schedule  wait fence(N-1) -> descriptor to the device -> slot and sampling writes -> staged
     forward   wait staged -> gather -> fence(N) -> model -> sample -> publish lengths -> stash tokens -> done
-    lengths   wait published -> early copy of the lengths, for models that need them on the CPU
+    lengths   wait published -> early copy of the lengths; only for models that need them on the CPU
     copy      wait done -> result to pinned memory -> complete (head, release) -> left
 
 Owns the streams, what lives on the device, and the order of all that touches it. What the next step needs of this one
@@ -22,6 +22,7 @@ from numpy.typing import NDArray
 
 from gpu.batch import Batch, Gather, PassShape
 from gpu.device.protocol import Device, Regions
+from gpu.early_lengths import EarlyLengths
 from gpu.fence import Fence
 from gpu.graphs import DecodeGraphs, GraphKey
 from gpu.lanes import BEGIN, END, LANES, Lane, ResultSlot, StepSlot, make_lanes
@@ -84,10 +85,8 @@ class StepProgram:
         self.kv_bytes = sum(cache.nbytes for cache in caches)
         self.schedule = device.stream("schedule")
         self.forward = device.stream("forward")
-        self.lengths = device.stream("lengths")
         self.copy = device.stream("copy")
-        self.early_lengths = [device.pinned(np.zeros(self.batch.max_rows, np.int32), f"early{i}") for i in range(LANES)]
-        self._copies_lengths = early_lengths
+        self.early_lengths = EarlyLengths(device, self.batch.max_rows) if early_lengths else None
         self.graphs = DecodeGraphs(device, self.forward, config.max_running, LANES)
         self.steps_launched = 0
 
@@ -111,8 +110,8 @@ class StepProgram:
             self.graphs.launch(self.graphs.key(shape.decode, lane.index))
         else:
             self._issue(lane, shape)
-        if self._copies_lengths:
-            self._copy_lengths(lane)
+        if self.early_lengths is not None:
+            self.early_lengths.queue(lane)
         self._deliver(lane, result, shape.samples, complete)
         self.steps_launched += 1
 
@@ -181,19 +180,6 @@ class StepProgram:
         launch("end", lane.stamp, END, reads=(), writes=(lane.clock.rows(END, END + 1),))
         lane.done.record(stream)  # SYNC step-done
 
-    def _copy_lengths(self, lane: Lane) -> None:
-        """Lengths stream: the lengths in pinned memory while the step still runs."""
-        stream, pinned = self.lengths, self.early_lengths[lane.index]
-        lane.published.wait(stream)  # SYNC lengths-published
-        self._device.launch(
-            stream,
-            partial(np.copyto, pinned.array, lane.lengths.array),
-            reads=(lane.lengths.region(),),
-            writes=(pinned.region(),),
-            name="early lengths",
-        )
-        lane.lengths_out.record(stream)  # SYNC lengths-out
-
     def _deliver(self, lane: Lane, result: ResultSlot, rows: int, complete: Callable[[], None]) -> None:
         """Copy stream: the result to pinned memory, then the host's part."""
         device, stream = self._device, self.copy
@@ -206,5 +192,6 @@ class StepProgram:
             name="result",
         )
         device.call(stream, complete, reads=(result.buffer.region(),), writes=(), name="complete")
-        lane.lengths_out.wait(stream)  # SYNC lengths-out
+        if self.early_lengths is not None:
+            self.early_lengths.hold(stream, lane)
         lane.left.record(stream)  # SYNC lane-left

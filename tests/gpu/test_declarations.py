@@ -208,7 +208,6 @@ def test_the_observer_hears_the_same_step_from_a_graph_as_from_single_launches()
         ("record", "forward", "published"),
         ("record", "forward", "done"),
         ("wait", "copy", "done"),
-        ("wait", "copy", "lengths_out"),
         ("record", "copy", "left"),
     ]
     assert all(reads or writes for _, _, reads, writes in decode[0])

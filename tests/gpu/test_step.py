@@ -263,12 +263,29 @@ def test_lengths_can_be_copied_out_before_the_step_ends(make: Callable[..., Benc
 
     program.relay.stash = late_stash  # type: ignore[method-assign]
     step = bench.step(slots=bench.fill(1, [1, 2, 3, 4]), chunks=[(1, 0, 0, 3, 1)])
-    program.lanes[0].lengths_out.synchronize()
-    assert program.early_lengths[0].array[0] == 3
+    assert program.early_lengths is not None
+    program.early_lengths.out[0].synchronize()
+    assert program.early_lengths.copies[0].array[0] == 3
     assert step.tokens is None
     gate.open()
     bench.device.synchronize()
     assert step.tokens == reference(PROMPTS[0], 1)
+
+
+@pytest.mark.parametrize("early_lengths", [False, True])
+def test_only_a_program_that_wants_early_lengths_has_what_they_need(early_lengths: bool) -> None:
+    threads = {thread.name for thread in threading.enumerate()}
+    device = HostDevice()
+    made: list[str] = []
+    event, pinned = device.event, device.pinned
+    device.event = lambda name: made.append(name) or event(name)  # type: ignore[method-assign, func-returns-value]
+    device.pinned = lambda *of: made.append(of[1]) or pinned(*of)  # type: ignore[method-assign, func-returns-value]
+    Bench(device, small_config(), early_lengths=early_lengths)
+    streams = {thread.name for thread in threading.enumerate()} - threads
+    device.close()
+    assert ("stream-lengths" in streams) == early_lengths
+    assert any("lengths_out" in name for name in made) == early_lengths
+    assert any("early" in name for name in made) == early_lengths
 
 
 def first_chunk(bench: Bench) -> None:

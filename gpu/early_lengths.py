@@ -1,0 +1,39 @@
+"""The early copy of the lengths: what a step has published, in pinned memory while the step still runs.
+
+Owns the lengths stream, its events and the pinned copies, one for each lane. Only programs whose model wants lengths
+on the CPU have it; the others have neither the stream nor the events. Never waits on the CPU.
+"""
+
+from functools import partial
+
+import numpy as np
+
+from gpu.device.protocol import Device, Stream
+from gpu.lanes import LANES, Lane
+
+
+class EarlyLengths:
+    """`copies[i]`: i32[max_rows], valid from `out[i]` on and until the next step of lane i is queued."""
+
+    def __init__(self, device: Device, max_rows: int) -> None:
+        self._device = device
+        self.stream = device.stream("lengths")
+        self.copies = [device.pinned(np.zeros(max_rows, np.int32), f"early{i}") for i in range(LANES)]
+        self.out = [device.event(f"lengths_out{i}") for i in range(LANES)]
+
+    def queue(self, lane: Lane) -> None:
+        """Queue the copy for the step in `lane`, behind its publishing."""
+        copy = self.copies[lane.index]
+        lane.published.wait(self.stream)  # SYNC lengths-published
+        self._device.launch(
+            self.stream,
+            partial(np.copyto, copy.array, lane.lengths.array),
+            reads=(lane.lengths.region(),),
+            writes=(copy.region(),),
+            name="early lengths",
+        )
+        self.out[lane.index].record(self.stream)  # SYNC lengths-out
+
+    def hold(self, stream: Stream, lane: Lane) -> None:
+        """What is queued on `stream` from now on runs behind the copy for the step in `lane`."""
+        self.out[lane.index].wait(stream)  # SYNC lengths-out
