@@ -19,6 +19,7 @@ import zmq
 from fastapi import FastAPI
 
 from frontend.engine import Engine
+from frontend.http_protocol import BoundedProtocol
 from frontend.metrics import Exposition, Meter
 from frontend.routes import build_app
 from shm import child
@@ -133,7 +134,7 @@ def server_config(app: FastAPI) -> uvicorn.Config:
     return uvicorn.Config(
         app,
         loop="uvloop",
-        http="httptools",
+        http=BoundedProtocol,
         ws="none",
         lifespan="off",
         log_config=None,
