@@ -1,4 +1,4 @@
-"""Progress on its way to the detokenizer: nothing is waited for, no end is lost, and a row's records keep their order."""
+"""Progress on its way to the detokenizer: nothing is waited for, no end is lost, a row's records keep their order."""
 
 import os
 import select
