@@ -31,6 +31,7 @@ class PrefixCache:
     def __init__(self, pages: int, page_size: int) -> None:
         self.page_size = page_size
         self.cached = 0  # pages in the tree
+        self.inserted = 0  # pages ever put into it: while this stands still, no match gets longer
         self._key_bytes = page_size * TOKEN_BYTES
         self._page_of: dict[tuple[int, bytes], int] = {}  # (parent page, tokens of the page) -> page
         self._key_of: dict[int, tuple[int, bytes]] = {}
@@ -137,3 +138,4 @@ class PrefixCache:
         self._key_of[page] = key
         self._children[key[0]] += 1
         self.cached += 1
+        self.inserted += 1

@@ -90,7 +90,8 @@ class Rows:
         if not self.waiting or not state.has_free_entry:
             return 0
         row, generation = next(iter(self.waiting.items()))
-        situation = (row, generation, self.pages_available, state.running, self.headroom)
+        # What the answer depends on. What the tree alone can change is how much of the prompt is found in it.
+        situation = (row, generation, self.pages_available, state.running, self.headroom, self.cache.inserted)
         if situation == self._refused:  # nothing changed since: do not walk the tree again in every step
             return 0
         prompt, outputs = int(ledger.prompt_len[row]), int(ledger.count[row])
