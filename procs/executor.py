@@ -206,7 +206,7 @@ def main() -> None:
         program = build_program(stage, device)
         stats = stage.stats_writer()
         begin_ns = time.monotonic_ns()
-        graphs = WarmUp(device, stage.config, program).run(stage.progress)
+        graphs = WarmUp(device, stage.config, program).run()
         traces = stage.trace(LAUNCH_LANE), stage.trace(RESULT_LANE)
         traces[LAUNCH_LANE].span(What.CAPTURE, 0, begin_ns, time.monotonic_ns())
         stats.add("captures_total", graphs)

@@ -61,7 +61,7 @@ class Rig:
         self.device = HostDevice()
         model = PagedMill(self.config.pages, self.config.page_size)
         self.program = StepProgram(self.device, self.config, model, mill_sample, self.ledger)
-        WarmUp(self.device, self.config, self.program).run(lambda _: None)
+        WarmUp(self.device, self.config, self.program).run()
         self.executor = Executor(
             self.config,
             self.device,
