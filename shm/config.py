@@ -122,7 +122,7 @@ class ServerConfig(_Json):
     drain_seconds: float = 30.0
     window: int = 1
     threads: int  # of the host device, for computing
-    poison: bool = False  # debugging: memory that is given back is overwritten
+    poison: bool = False  # debugging: relay entries with nothing to read are marked, and reading one is an error
 
     def __post_init__(self) -> None:
         _check_types(self)

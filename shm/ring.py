@@ -246,8 +246,9 @@ class RingConsumer:
         self._words[_TAIL] = self.tail = before + n  # SYNC ring-released
         if self.ring.producer_bell is not None:
             fence()  # tail stored before, head read after: a producer that fills the ring later sees this tail
-            # Only a producer that finds the ring full waits for space. Ringing it for anything less would cost the
-            # scheduler a needless wake-up a step.
+            # A producer that waits for space() finds the ring full. One that has promised slots to records still to
+            # come may run out of others in a ring that is not full: this does not ring it, so whoever lets it come to
+            # that must. Ringing for less than a full ring would cost a needless wake-up a step.
             if self._words[_HEAD] - before >= self.ring.slots:
                 self.ring.producer_bell.ring()
 
