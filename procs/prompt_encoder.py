@@ -1,13 +1,15 @@
 """Encoding of prompts: short texts at once; long ones on a thread of their own, so that short ones need not wait.
 
-Owns the model's tokenizer and that thread. Knows nothing of requests: a text comes with what is to be done with its
-ids, which the caller's own thread does. May never block its caller for more than one group of short texts.
+On that thread, prompts of generations go before questions, which are answered for their own sake. Owns the model's
+tokenizer and that thread. Knows nothing of requests: a text comes with what is to be done with its ids, which the
+caller's own thread does. May never block its caller for more than one group of short texts.
 """
 
 from __future__ import annotations
 
 import queue
 import threading
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -26,11 +28,19 @@ T = TypeVar("T")
 
 @dataclass(frozen=True, slots=True)
 class Work:
-    """A text to encode, with the model's special tokens around it or without, and what to do with its ids."""
+    """A text to encode, with the model's special tokens around it or without, and what to do with its ids.
+
+    question: its id if it is the text of a question, not of a generation.
+    """
 
     text: str
     add_special_tokens: bool
     then: Callable[[list[int]], None]
+    question: int | None = None
+
+
+# Runs on the thread; what it returns runs on the owner's.
+_Job = Callable[[], Callable[[], None]]
 
 
 class PromptEncoder:
@@ -41,7 +51,9 @@ class PromptEncoder:
         self._tokenizer = tokenizer
         self._kick = kick
         self._longest_token = max(map(len, tokenizer.get_vocab()))
-        self._todo: queue.SimpleQueue[Callable[[], Callable[[], None]]] = queue.SimpleQueue()
+        self._changed = threading.Condition()  # guards the two below
+        self._generations: deque[_Job] = deque()
+        self._questions: dict[int, _Job] = {}  # by id, the oldest first
         self._done: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="long texts", daemon=True).start()
 
@@ -56,10 +68,10 @@ class PromptEncoder:
         """Takes a long text over; returns False, and does nothing, if it is short."""
         if len(work.text) <= LONG_TEXT_CHARS:
             return False
-        self._later(lambda: self._ids([work.text], work.add_special_tokens)[0], work.then)
+        self._later(lambda: self._ids([work.text], work.add_special_tokens)[0], work.then, work.question)
         return True
 
-    def decode(self, ids: list[int], then: Callable[[str], None]) -> None:
+    def decode(self, ids: list[int], then: Callable[[str], None], question: int) -> None:
         """Calls `then` with the text of ids, special tokens as they are written: at once, or in take_long if long."""
 
         def text() -> str:
@@ -68,7 +80,13 @@ class PromptEncoder:
         if len(ids) <= LONG_IDS:
             then(text())
         else:
-            self._later(text, then)
+            self._later(text, then, question)
+
+    def cancel(self, question: int) -> None:
+        """Forgets a long question that has not begun; one that has, or is not known, is left alone."""
+        with self._changed:
+            if self._questions.pop(question, None) is not None:
+                self.pending -= 1
 
     def take_long(self) -> int:
         """Calls `then` of whatever long is done; returns how many."""
@@ -105,12 +123,29 @@ class PromptEncoder:
         encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=special) if texts else []
         return [encoding.ids for encoding in encodings]
 
-    def _later(self, compute: Callable[[], T], then: Callable[[T], None]) -> None:
+    def _later(self, compute: Callable[[], T], then: Callable[[T], None], question: int | None) -> None:
         self.pending += 1
-        self._todo.put(lambda: partial(then, compute()))
+
+        def job() -> Callable[[], None]:
+            return partial(then, compute())
+
+        with self._changed:
+            if question is None:
+                self._generations.append(job)
+            else:
+                self._questions[question] = job
+            self._changed.notify()
+
+    def _next(self) -> _Job:
+        with self._changed:
+            while not self._generations and not self._questions:
+                self._changed.wait()
+            return (
+                self._generations.popleft() if self._generations else self._questions.pop(next(iter(self._questions)))
+            )
 
     def _run(self) -> None:
         while True:
-            compute = self._todo.get()
-            self._done.put(compute())
+            job = self._next()
+            self._done.put(job())
             self._kick()

@@ -92,7 +92,12 @@ class TokenizerStage:
         self._wait_for = wait_for
         self._vocab_size = config.model.vocab_size
         self._ready: list[tuple[int, int, int]] = []  # row, generation, prompt tokens: not pushed yet
-        self._handlers = {"generate": self._generate, "tokenize": self._tokenize, "detokenize": self._detokenize}
+        self._handlers: dict[str, Callable[[Message], Work | None]] = {
+            "generate": self._generate,
+            "tokenize": self._tokenize,
+            "detokenize": self._detokenize,
+            "cancel": self._cancel,
+        }
 
     def take(self, messages: Sequence[Message]) -> None:
         """Handles messages in groups, so that the first of many requests run while the last are still text."""
@@ -155,17 +160,21 @@ class TokenizerStage:
         chat = message.get("messages") is not None
         special = message.get("add_special_tokens")
         text = self._text(message, message.get("add_generation_prompt") is not False)
-        return Work(text, not chat if special is None else bool(special), partial(self._tokenized, message))
+        add = not chat if special is None else bool(special)
+        return Work(text, add, partial(self._tokenized, message), question=message["id"])
 
     def _tokenized(self, message: Message, ids: list[int]) -> None:
         self._frontend.send({"ev": "tokenized", "id": message["id"], "tokens": ids, "count": len(ids)})
 
     def _detokenize(self, message: Message) -> None:
         ids = check_ids(message["tokens"], self._vocab_size, "tokens")
-        self._encoder.decode(ids, partial(self._detokenized, message))
+        self._encoder.decode(ids, partial(self._detokenized, message), message["id"])
 
     def _detokenized(self, message: Message, text: str) -> None:
         self._frontend.send({"ev": "detokenized", "id": message["id"], "text": text})
+
+    def _cancel(self, message: Message) -> None:
+        self._encoder.cancel(message["id"])
 
     def _text(self, message: Message, add_generation_prompt: bool) -> str:
         messages = message.get("messages")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -241,6 +242,42 @@ def test_a_long_text_whose_client_left_meanwhile(rig: TextRig, stage: Stage, mon
         time.sleep(0.001)
     stage.stage.take_long()
     assert rig.ledger.prompt_len[0] == 0
+    assert rig.take_intake(stage.intake) == [(0, gen)]
+
+
+def test_questions_come_behind_generations_and_can_be_cancelled(
+    rig: TextRig, stage: Stage, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(prompt_encoder, "LONG_TEXT_CHARS", 50)
+    monkeypatch.setattr(prompt_encoder, "LONG_IDS", 50)
+    started, go = threading.Event(), threading.Event()
+    encode = PromptEncoder._ids
+    order: list[str] = []
+
+    def held(self: PromptEncoder, texts: list[str], special: bool) -> list[list[int]]:
+        started.set()
+        assert go.wait(5)
+        order.extend(texts)
+        return encode(self, texts, special)
+
+    monkeypatch.setattr(PromptEncoder, "_ids", held)
+    text, gen = "the end " * 10, rig.open(0)
+    questions = {i: {"op": "tokenize", "id": i, "prompt": f"{i} {text}"} for i in (1, 2, 3)}
+    stage.stage.take([questions[1]])
+    assert started.wait(5)
+    long_ids = [5] * 60
+    stage.stage.take([questions[2], questions[3], {"op": "detokenize", "id": 4, "tokens": long_ids}])
+    stage.stage.take([generate(0, gen, text)])
+    # The first is under way and ends in any case; one that is done or unknown has nothing to cancel.
+    stage.stage.take([{"op": "cancel", "id": i} for i in (1, 2, 4, 99)])
+    go.set()
+    deadline_s = time.monotonic() + 5
+    while stage.kicked < 3:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.001)
+    stage.stage.take_long()
+    assert order == ["1 " + text, text, "3 " + text]
+    assert [answer.get("id", answer.get("row")) for answer in rig.receive(3)] == [1, 3, 0]
     assert rig.take_intake(stage.intake) == [(0, gen)]
 
 
