@@ -36,7 +36,8 @@ class WarmUp:
         view.n_decode = 1
         view.decode_entries[0] = 0
         self._once()
-        view.kind = STEP_MIXED  # and one token of a prompt beside the decode row
+        view.kind = STEP_MIXED  # and one token of a prompt, alone: a step has no more rows than may run
+        view.n_decode = 0
         view.n_chunks = 1
         view.chunks[:, 0] = 0
         view.chunks[CHUNK_COUNT, 0] = 1

@@ -47,7 +47,14 @@ def test_it_computes_a_handful_of_tokens(bench: Bench, monkeypatch: pytest.Monke
 
     monkeypatch.setattr(bench.model, "forward", counted)
     WarmUp(bench.device, bench.config, bench.program).run()
-    assert passes == [(1, 1), (2, 2)]
+    assert passes == [(1, 1), (1, 1)]
+
+
+def test_it_fits_a_server_of_one_running_request() -> None:
+    device = HostDevice()
+    bench = Bench(device, small_config(max_running=1))
+    assert WarmUp(device, bench.config, bench.program).run() == LANES
+    device.close()
 
 
 def test_it_leaves_nothing_behind(bench: Bench) -> None:
