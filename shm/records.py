@@ -197,7 +197,7 @@ class ResultLayout:
 
     def __init__(self, config: ServerConfig) -> None:
         self.window = config.window
-        self.max_rows = 2 * config.max_running
+        self.max_rows = config.max_running  # a row is in a step once: with its next token or with a chunk
         self.counts_at = HEADER_INTS
         self.tokens_at = self.counts_at + self.max_rows
         self.nbytes = (self.tokens_at + self.window * self.max_rows) * 4

@@ -211,6 +211,8 @@ class SimulatedServer:
             return False
         self.step += 1
         assert view.n_decode + view.n_chunks > 0
+        in_step = [*view.decode_entries[: view.n_decode].tolist(), *view.chunks[0, : view.n_chunks].tolist()]
+        assert len(set(in_step)) == len(in_step) <= self.config.max_running, "a row is in a step twice"
         assert view.chunks[3, : view.n_chunks].sum() <= self.config.prefill_chunk
         self.descriptors.append(payload[: view.used_nbytes // 4].tobytes())
         admitted = set(view.sampling[0, : view.n_sampling].tolist())

@@ -75,8 +75,8 @@ def test_the_sections_tile_the_payloads(cfg: ServerConfig) -> None:
     assert view.sampling.shape == view.sampling_f32.shape == (SAMPLING_PLANES, cfg.max_running)
     assert view.slot_writes.shape == (SLOT_PLANES, step.slot_write_cap)
     results = result.view(np.zeros(result.nbytes // 4, np.int32))
-    assert results.counts.shape == (2 * cfg.max_running,)
-    assert results.tokens.shape == (cfg.window, 2 * cfg.max_running)
+    assert results.counts.shape == (cfg.max_running,)
+    assert results.tokens.shape == (cfg.window, cfg.max_running)
 
 
 @settings(max_examples=60, deadline=None)
