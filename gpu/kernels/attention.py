@@ -156,7 +156,6 @@ def _each(sums: Sums, places: Values, act: Callable[[ir.Value, ir.Value], Any], 
 
 
 def _finish(storage: str) -> Any:
-    @emitted(types.void, *[types.int64] * 4)
     def finish(b: ir.IRBuilder, running: ir.Value, dims: ir.Value, inverse: ir.Value, out: ir.Value) -> None:
         """Running sums of one head, chains added, times 1 / sum of weights."""
         scale = splat_value(b, b.load(pointer(b, inverse, F32), align=4))
@@ -168,7 +167,8 @@ def _finish(storage: str) -> Any:
                 place = b.add(b.add(out, b.shl(dim, const(2))), const(32 * i))
                 b.store(b.fmul(total, scale), pointer(b, place, VF32), align=4)
 
-    return finish
+    finish.__name__ += f"_{storage}"  # kernels that use it are told apart by it
+    return emitted(types.void, *[types.int64] * 4)(finish)
 
 
 def scratch_floats(heads: int, dim: int, keys: int) -> int:

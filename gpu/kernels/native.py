@@ -128,8 +128,25 @@ class KernelCache:
 CACHE = KernelCache()
 
 
+def _name_apart(function: Callable[..., Any]) -> None:
+    """Put what a closure closes over into its name.
+
+    numba tells closures of one source apart by a number that counts functions of the process. Kernels from the cache
+    bring the numbers of the processes that compiled them, and where two of the same name and number meet, the linker
+    takes one for both: a pass would silently run the kernels of another precision.
+    """
+    parts = []
+    for cell in function.__closure__ or ():
+        value = cell.cell_contents
+        inner = getattr(value, "py_func", None)  # another kernel, whose name is apart already
+        parts.append(inner.__qualname__ if inner is not None else getattr(value, "__name__", repr(value)))
+    if parts:
+        function.__qualname__ += "_" + hashlib.sha256(" ".join(parts).encode()).hexdigest()[:12]
+
+
 def kernel(function: F) -> F:
     """Native function for use by other native code only (Python cannot call it). Division by zero gives inf or NaN."""
+    _name_apart(function)
     return cast(F, njit(nogil=True, error_model="numpy", no_cpython_wrapper=True, no_cfunc_wrapper=True)(function))
 
 
