@@ -19,9 +19,12 @@ from shm.channel import Sender
 from shm.config import ServerConfig
 from shm.control import DRAINING, FAILED, READY, STARTING, Control
 from shm.ledger import Ledger
+from shm.limits import BODY_BYTES_MAX
 from shm.trace import TraceWriter, What
 
-QUESTIONS_MAX = 256
+# In flight, of all clients: the tokenizer has more to do than to answer these.
+QUESTIONS_MAX = 16
+QUESTION_BYTES_MAX = 2 * BODY_BYTES_MAX
 
 
 class Engine:
@@ -43,6 +46,7 @@ class Engine:
         self._trace = trace
         self._rows = RowTable(ledger, config.rows, ring_scheduler, meter)
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self._question_bytes = 0
         self._asked = 0
 
     @property
@@ -124,22 +128,30 @@ class Engine:
             sum(row.count for row in exchange.rows),
         )
 
-    async def ask(self, question: dict[str, Any]) -> dict[str, Any]:
-        """Puts a question (tokenize, detokenize) to the tokenizer. Raises ApiError: the tokenizer's, 429 or 503."""
+    async def ask(self, question: dict[str, Any], size: int) -> dict[str, Any]:
+        """Puts a question (tokenize, detokenize) of `size` bytes to the tokenizer; cancelled, tells it not to answer.
+
+        Raises ApiError: the tokenizer's, 429 or 503.
+        """
         refusal = self.refusal
         if refusal is not None:
             raise refusal
-        if len(self._questions) >= QUESTIONS_MAX:
+        if len(self._questions) >= QUESTIONS_MAX or self._question_bytes + size > QUESTION_BYTES_MAX:
             raise ApiError(429, "too many questions at once: try again soon", code="queue_full")
         self._asked += 1
         key = self._asked
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._questions[key] = answer
+        self._question_bytes += size
+        self._tokenizer.send({**question, "id": key})
         try:
-            self._tokenizer.send({**question, "id": key})
             return await answer
+        except asyncio.CancelledError:
+            self._tokenizer.send({"op": "cancel", "id": key})
+            raise
         finally:
             del self._questions[key]
+            self._question_bytes -= size
 
     def receive(self, messages: list[dict[str, Any]]) -> None:
         """Brings the messages of one turn to the rows and questions they belong to."""

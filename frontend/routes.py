@@ -6,8 +6,10 @@ the limit allows.
 
 from __future__ import annotations
 
+import asyncio
 import hmac
 import time
+from collections.abc import Callable
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -21,7 +23,8 @@ from frontend import errors, schema
 from frontend.engine import Engine
 from frontend.errors import ApiError, json_response
 from frontend.metrics import Exposition
-from frontend.stream import Answer
+from frontend.stream import Answer, until_gone
+from shm.config import ServerConfig
 from shm.limits import BODY_BYTES_MAX
 
 OPEN_PATHS = ("/health",)
@@ -131,8 +134,7 @@ async def _work(request: Request, engine: Engine, check: Any) -> schema.Work:
 def _add_tokens(app: FastAPI, engine: Engine) -> None:
     @app.post("/tokenize", openapi_extra=_body_of(schema.TokenizeBody))
     async def tokenize(request: Request) -> Response:
-        question = schema.tokenize_request(await read_body(request), engine.config)
-        answer = await engine.ask(question)
+        answer = await _ask(request, engine, schema.tokenize_request)
         return json_response(
             {
                 "count": answer["count"],
@@ -144,9 +146,23 @@ def _add_tokens(app: FastAPI, engine: Engine) -> None:
 
     @app.post("/detokenize", openapi_extra=_body_of(schema.DetokenizeBody))
     async def detokenize(request: Request) -> Response:
-        question = schema.detokenize_request(await read_body(request), engine.config)
-        answer = await engine.ask(question)
+        answer = await _ask(request, engine, schema.detokenize_request)
         return json_response({"prompt": answer["text"]})
+
+
+async def _ask(
+    request: Request, engine: Engine, check: Callable[[bytes, ServerConfig], dict[str, Any]]
+) -> dict[str, Any]:
+    """Puts the question in the body, as `check` makes it, to the engine, for as long as its client is there."""
+    raw = await read_body(request)
+    asking = asyncio.create_task(engine.ask(check(raw, engine.config), len(raw)))
+    watch = asyncio.create_task(until_gone(request.receive))
+    await asyncio.wait((asking, watch), return_when=asyncio.FIRST_COMPLETED)
+    watch.cancel()
+    if not asking.done():
+        asking.cancel()
+        raise errors.bad_request("the client left before the answer")
+    return asking.result()
 
 
 def _add_models(app: FastAPI, engine: Engine) -> None:

@@ -57,9 +57,14 @@ class Answer(Response):
 
 async def _watch(receive: Receive, engine: Engine, exchange: Exchange) -> None:
     """Runs beside the handler and aborts as soon as the connection is gone, also while the handler waits to write."""
+    await until_gone(receive)
+    engine.abandon(exchange)
+
+
+async def until_gone(receive: Receive) -> None:
+    """Returns when the client has left the connection. The body must have been read."""
     while (await receive())["type"] != "http.disconnect":
         pass
-    engine.abandon(exchange)
 
 
 async def _accepted(exchange: Exchange) -> None:

@@ -89,6 +89,8 @@ class FakeEngine(threading.Thread):
         self.context.term()
 
     def take(self, message: dict[str, Any]) -> None:
+        if message["op"] == "cancel" or message.get("prompt") == "/unanswered":
+            return
         if message["op"] == "tokenize":
             text = message.get("prompt")
             if text is None:

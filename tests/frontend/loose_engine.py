@@ -11,6 +11,7 @@ from shm.control import READY, Control
 from shm.ledger import Ledger
 from shm.segment import Segment
 from shm.stats import Stats
+from shm.trace import Trace
 from tests.frontend.live_frontend import server_config
 
 
@@ -30,8 +31,9 @@ class LooseEngine(Engine):
         )
         self.sent = Sent()
         self.rings = 0
+        trace = Trace(Segment.create("trace", Trace.size())).writer("frontend")
         meter = Meter(self.stats.writer("frontend"))
-        super().__init__(config, self.state, self.ledger, meter, self.sent, self.ring)  # type: ignore[arg-type]
+        super().__init__(config, self.state, self.ledger, meter, self.sent, self.ring, trace)  # type: ignore[arg-type]
 
     def ring(self) -> None:
         self.rings += 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import signal
 import socket
 import threading
@@ -12,7 +13,9 @@ from typing import Any
 import httpx
 import pytest
 
+from frontend.engine import QUESTION_BYTES_MAX, QUESTIONS_MAX
 from shm.control import DRAINING, READY, STARTING
+from shm.limits import BODY_BYTES_MAX
 from tests.frontend.live_frontend import LiveFrontend, chat, live_frontend, text
 from tests.frontend.sse import parse_stream
 
@@ -21,6 +24,15 @@ from tests.frontend.sse import parse_stream
 def live() -> Iterator[LiveFrontend]:
     with live_frontend(max_running=4, max_queued=0) as frontend:
         yield frontend
+
+
+def raw_connection(live: LiveFrontend) -> socket.socket:
+    return socket.create_connection(("127.0.0.1", int(live.url.rsplit(":", 1)[1])))
+
+
+def post_head(path: str, length: int) -> bytes:
+    lines = (f"POST {path} HTTP/1.1", "host: x", "content-type: application/json", f"content-length: {length}")
+    return "\r\n".join((*lines, "", "")).encode()
 
 
 class Call(threading.Thread):
@@ -80,6 +92,47 @@ def test_a_client_hangs_up(live: LiveFrontend, stream: bool, body: dict[str, Any
     live.wait_rows(0, seconds=3.0)
     assert live.engine.aborted > aborted
     assert live.figures()["open_streams"] == 0
+
+
+@pytest.mark.parametrize("stream", [True, False])
+def test_a_client_hangs_up_behind_a_pipelined_request(live: LiveFrontend, stream: bool) -> None:
+    raw = json.dumps(text("/slow", max_tokens=1000, stream=stream)).encode()
+    aborted = live.engine.aborted
+    with raw_connection(live) as s:
+        s.sendall(post_head("/v1/completions", len(raw)) + raw + b"GET /health HTTP/1.1\r\nhost: x\r\n\r\n")
+        live.wait_rows(1)
+    live.wait_rows(0, seconds=3.0)
+    assert live.engine.aborted == aborted + 1 and live.figures()["open_streams"] == 0
+
+
+def test_a_question_whose_client_hangs_up_is_cancelled(live: LiveFrontend) -> None:
+    raw = json.dumps({"prompt": "/unanswered"}).encode()
+    with raw_connection(live) as s:
+        s.sendall(post_head("/tokenize", len(raw)) + raw)
+        live.wait(lambda: live.engine.seen[-1].get("prompt") == "/unanswered")
+        key = live.engine.seen[-1]["id"]
+    live.wait(lambda: live.engine.seen[-1] == {"op": "cancel", "id": key})
+
+
+def test_questions_are_bounded_in_number_and_bytes(live: LiveFrontend) -> None:
+    def ask(size: int) -> socket.socket:
+        raw = json.dumps({"prompt": "/unanswered"}).encode().ljust(size)
+        s = raw_connection(live)
+        before = len(live.engine.seen)
+        s.sendall(post_head("/tokenize", len(raw)) + raw)
+        live.wait(lambda: len(live.engine.seen) > before)
+        return s
+
+    for size, most in ((100, QUESTIONS_MAX), (BODY_BYTES_MAX, QUESTION_BYTES_MAX // BODY_BYTES_MAX)):
+        asked = [ask(size) for _ in range(most)]
+        refused = live.post("/tokenize", {"prompt": "x"})
+        assert refused.status_code == 429 and refused.json()["error"]["code"] == "queue_full"
+        assert live.post("/v1/completions", text("x")).status_code == 200, "generations are not in their way"
+        before = len(live.engine.seen)
+        for s in asked:
+            s.close()
+        live.wait(lambda before=before, most=most: len(live.engine.seen) == before + most)
+        assert live.post("/tokenize", {"prompt": "x"}).status_code == 200
 
 
 def test_a_client_that_does_not_read(live: LiveFrontend) -> None:

@@ -210,7 +210,7 @@ def test_a_failed_server_tells_every_client() -> None:
         streamed, first = begin(engine, stream=True)
         _, second = begin(engine)
         _, third = begin(engine, stream=True)
-        asked = asyncio.create_task(engine.ask({"op": "tokenize"}))
+        asked = asyncio.create_task(engine.ask({"op": "tokenize"}, 10))
         await turns()
         engine.accept(0)
         engine.accept(1)
