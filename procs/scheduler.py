@@ -111,6 +111,7 @@ class Scheduler:
         stats.add("mixed_steps_total" if view.kind else "decode_steps_total")
         stats.add("prepare_ns_total", end - begin)
         stats.observe("prepare_s", (end - begin) * 1e-9)
+        self._export()  # who was admitted shows while the step runs, not only once it is done
         self._audited = False
         return True
 

@@ -104,6 +104,17 @@ def test_says_everything_before_it_stops() -> None:
         assert rig.process.reap() == 0
 
 
+def test_who_runs_is_told_while_the_first_step_is_still_running() -> None:
+    """A prefill takes long: a request in it must not look as if nothing ran."""
+    with scheduler_rig(tiny_config(max_running=2, max_len=64, kv_tokens=256)) as rig:
+        go_on = rig.pause_device()
+        requests = [Request([i], 3) for i in range(1, 4)]
+        rig.send(*requests)
+        rig.wait(lambda: (rig.stats()["running"], rig.stats()["queued"]) == (2, 1))
+        go_on.set()
+        rig.finish(*requests)
+
+
 def test_aborts_are_seen_while_idle_and_while_running() -> None:
     with scheduler_rig(tiny_config(max_running=1, max_len=64, kv_tokens=256), step_s=0.005) as rig:
         running, queued, last = Request([1], 60, abort_after=0), Request([2], 60, abort_after=0), Request([3], 2)
