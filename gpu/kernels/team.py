@@ -123,8 +123,7 @@ def make_room(control: int, helpers: int) -> None:
     core = current_core()
     if core < 0 or core >= 8 * CORE_BYTES or load_i64(control + LEADER_CORE) == core + 1:
         return
-    store_i64(control + LEADER_CORE, core + 1)
-    others = 0
+    others, told = 0, True
     for i in range(0, CORE_BYTES, 8):
         cores = load_i64(control + OUR_CORES + i)
         if i == core // 64 * 8:
@@ -133,8 +132,12 @@ def make_room(control: int, helpers: int) -> None:
         others |= cores
     for helper in range(helpers):
         thread = atomic_load(control + MEMBERS + 8 * helper)
-        if others != 0 and thread > 0:
+        if thread == 0:  # it has not begun yet: tell it with the next job
+            told = False
+        elif others != 0:
             set_cores(np.int32(thread), CORE_BYTES, control + OTHER_CORES)
+    if told:
+        store_i64(control + LEADER_CORE, core + 1)
 
 
 @entry
