@@ -34,6 +34,7 @@ class KeyCheck:
     """Answers 401 unless a request to any path but /health carries the key."""
 
     def __init__(self, app: ASGIApp, api_key: str) -> None:
+        assert api_key == api_key.strip(), "blanks at its ends do not survive in a header"
         self._app = app
         self._wanted = f"Bearer {api_key}".encode()
 
@@ -55,7 +56,7 @@ class KeyCheck:
 
 def build_app(engine: Engine, exposition: Exposition) -> FastAPI:
     """The application in front of `engine`."""
-    app = FastAPI(title="StepAhead", version="0.1.0", redoc_url=None)
+    app = FastAPI(title="StepAhead", version="0.1.0", docs_url=None, redoc_url=None)
     errors.install(app)
     _describe_bodies(app)
     if engine.config.api_key is not None:
@@ -69,10 +70,10 @@ def build_app(engine: Engine, exposition: Exposition) -> FastAPI:
 
 async def read_body(request: Request) -> bytes:
     """The body, at most BODY_BYTES_MAX bytes of it in memory. Raises ApiError 413 beyond, 400 if it is not JSON."""
-    kind = request.headers.get("content-type")
-    if kind is not None and kind.split(";")[0].strip().lower() != "application/json":
-        # A page in a browser can send any other type to a local server without asking first.
-        raise errors.bad_request("the content-type must be application/json", code="unsupported_media_type")
+    kind = request.headers.get("content-type", "")
+    if kind.split(";")[0].strip().lower() != "application/json":
+        # A page in a browser can send any other type, or none, to a local server without asking first.
+        raise errors.bad_request("the header content-type must be application/json", code="unsupported_media_type")
     too_large = ApiError(413, f"the body may have at most {BODY_BYTES_MAX} bytes", code="body_too_large")
     length = request.headers.get("content-length", "")
     if length.isdigit() and (len(length) > 18 or int(length) > BODY_BYTES_MAX):
@@ -177,10 +178,12 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
         "max_model_len": config.max_len,
     }
 
+    @app.head("/v1/models", include_in_schema=False)
     @app.get("/v1/models")
     async def models() -> Response:
         return json_response({"object": "list", "data": [card]})
 
+    @app.head("/v1/models/{name:path}", include_in_schema=False)
     @app.get("/v1/models/{name:path}")
     async def model(name: str) -> Response:
         if name != config.served_model_name:
@@ -189,6 +192,7 @@ def _add_models(app: FastAPI, engine: Engine) -> None:
 
 
 def _add_operation(app: FastAPI, engine: Engine, exposition: Exposition) -> None:
+    @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
         """Liveness: answers from this process alone, so that load can never make it fail."""
@@ -196,6 +200,7 @@ def _add_operation(app: FastAPI, engine: Engine, exposition: Exposition) -> None
             return json_response({"status": "failed", "reason": engine.failure}, 503)
         return json_response({"status": "ok"})
 
+    @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
         refusal = engine.refusal
@@ -204,6 +209,7 @@ def _add_operation(app: FastAPI, engine: Engine, exposition: Exposition) -> None
         body = {"status": refusal.code, "reason": refusal.message, **refusal.body()}
         return json_response(body, 503, {"retry-after": str(errors.RETRY_AFTER_SECONDS)})
 
+    @app.head("/metrics", include_in_schema=False)
     @app.get("/metrics")
     async def metrics() -> Response:
         return Response(exposition.text(), media_type=exposition.content_type)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
+import subprocess
 from collections.abc import Iterator
 from typing import Any
 
@@ -17,6 +18,7 @@ from tests.frontend.live_frontend import MODEL, LiveFrontend, chat, live_fronten
 from tests.frontend.sse import parse_stream
 
 KEY = "sesame-ä"
+JSON = {"content-type": "application/json"}
 
 
 @pytest.fixture(scope="module")
@@ -143,7 +145,28 @@ def test_content_types(live: LiveFrontend) -> None:
     for kind, status in (("application/json; charset=utf-8", 200), ("text/plain", 400), ("multipart/form-data", 400)):
         answer = live.client.post("/v1/completions", content=raw, headers={"content-type": kind})
         assert answer.status_code == status
-    assert live.client.post("/v1/completions", content=raw).status_code == 200
+    for path in ("/v1/completions", "/v1/chat/completions", "/tokenize", "/detokenize"):
+        # What a page in a browser sends if it sets none: no question is asked before it.
+        answer = live.client.post(path, content=raw)
+        assert answer.status_code == 400 and error_of(answer)["code"] == "unsupported_media_type"
+        assert "content-type" in error_of(answer)["message"] and "application/json" in error_of(answer)["message"]
+    command = ["curl", "-s", live.url + "/v1/completions", "-H", "Content-Type: application/json", "-d", raw]
+    done = subprocess.run(command, capture_output=True, timeout=20, check=True)
+    assert json.loads(done.stdout)["object"] == "text_completion"
+
+
+@pytest.mark.parametrize(
+    "path", ["/health", "/ready", "/metrics", "/v1/models", f"/v1/models/{MODEL}", "/openapi.json"]
+)
+def test_head_is_get_without_its_body(live: LiveFrontend, path: str) -> None:
+    got, asked = live.get(path), live.client.head(path)
+    assert (asked.status_code, asked.content) == (200, b"")
+    assert asked.headers["content-type"] == got.headers["content-type"]
+
+
+def test_no_page_loads_scripts_from_elsewhere(live: LiveFrontend) -> None:
+    for path in ("/docs", "/docs/oauth2-redirect", "/redoc"):
+        assert live.get(path).status_code == 404
 
 
 @pytest.mark.parametrize("told", [True, False])
@@ -154,11 +177,11 @@ def test_a_large_body_is_not_read_whole(live: LiveFrontend, told: bool) -> None:
         for i in range(0, 10_000_000, 100_000):
             yield big[i % 1000 : i % 1000 + 100_000]
 
-    answer = live.client.post("/v1/completions", content=b" " * 10_000_000 if told else pieces())
+    answer = live.client.post("/v1/completions", content=b" " * 10_000_000 if told else pieces(), headers=JSON)
     assert answer.status_code == 413 and error_of(answer)["code"] == "body_too_large"
     fits = json.dumps(text("x", max_tokens=1)).encode().ljust(BODY_BYTES_MAX)
-    assert live.client.post("/v1/completions", content=fits).status_code == 200
-    assert live.client.post("/v1/completions", content=fits + b" ").status_code == 413
+    assert live.client.post("/v1/completions", content=fits, headers=JSON).status_code == 200
+    assert live.client.post("/v1/completions", content=fits + b" ", headers=JSON).status_code == 413
 
 
 def test_a_body_that_stops_half_way(live: LiveFrontend) -> None:
@@ -210,7 +233,7 @@ bodies = (
 @given(path=st.sampled_from(["/v1/chat/completions", "/v1/completions", "/tokenize", "/detokenize"]), raw=bodies)
 @settings(max_examples=250, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 def test_no_body_makes_a_5xx(live: LiveFrontend, path: str, raw: bytes) -> None:
-    answer = live.client.post(path, content=raw)
+    answer = live.client.post(path, content=raw, headers=JSON)
     if answer.status_code == 200:
         if answer.headers["content-type"].startswith("text/event-stream"):
             parse_stream(answer.content)
