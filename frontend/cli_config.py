@@ -53,10 +53,11 @@ def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
 
     Raises CliError for an option that cannot be, ModelError for a model that cannot be served or does not fit.
     """
+    _require_usable_key(wanted.api_key)
     path = resolve_model(wanted.model, progress)
     is_path = wanted.model not in PACKAGED_MODELS and Path(wanted.model).expanduser().exists()
     info = read_model_info(path, None if is_path else wanted.model)
-    name = wanted.served_model_name or info.name
+    name = info.name if wanted.served_model_name is None else wanted.served_model_name
     try:
         config = _sized(wanted, info, name)
     except ConfigError as error:
@@ -67,6 +68,12 @@ def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
         )
     require_memory(config)
     return config
+
+
+def _require_usable_key(key: str | None) -> None:
+    """A key that a header cannot carry as it is would lock everybody out. Raises CliError."""
+    if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
+        raise CliError("--api-key: it may hold printable ASCII characters only, and no blank at either end")
 
 
 def flag(option: str) -> str:

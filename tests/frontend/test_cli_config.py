@@ -89,6 +89,11 @@ def test_too_little_memory_is_told_before_anything_starts(model: Path, monkeypat
         ({"drain_seconds": -1.0}, "--drain-seconds"),
         ({"dtype": "int3"}, "--dtype"),
         ({"api_key": ""}, "--api-key"),
+        ({"api_key": " k"}, "--api-key"),
+        ({"api_key": "k\n"}, "--api-key"),
+        ({"api_key": "k\tk"}, "--api-key"),
+        ({"api_key": "clé"}, "--api-key"),
+        ({"served_model_name": ""}, "--served-model-name"),
     ],
 )
 def test_a_value_that_cannot_be_is_one_line_with_its_option(
