@@ -122,9 +122,15 @@ def run_serve(wanted: Wanted) -> int:
 
 def run_generate(wanted: Wanted, question: Question) -> int:
     """Start a server, put one question to it, print the answer, stop it; return the exit status."""
+    from frontend.cli_config import CliError
     from frontend.cli_generate import Asker
     from frontend.cli_report import QuietReport, StartLine, tell, url_of
 
+    try:
+        question.check()
+    except CliError as error:
+        tell(str(error))
+        return 1
     with server_for(wanted) as (config, supervisor):
         asker = Asker(question, url_of(config), config.served_model_name, config.api_key or "", supervisor.stop)
         status = supervisor.run(QuietReport(StartLine(), asker.start))

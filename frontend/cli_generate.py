@@ -13,6 +13,10 @@ from dataclasses import dataclass
 from typing import Any
 
 import httpx
+from pydantic import ValidationError
+
+from frontend.cli_config import CliError, flag
+from frontend.schema import ChatBody, CompletionBody
 
 SECONDS_MAX = 3600.0
 
@@ -42,6 +46,15 @@ class Question:
             return "/v1/completions", {**body, "prompt": self.text}
         system = [{"role": "system", "content": self.system}] if self.system is not None else []
         return "/v1/chat/completions", {**body, "messages": [*system, {"role": "user", "content": self.text}]}
+
+    def check(self) -> None:
+        """Raises CliError for what the server would refuse, by the server's own rules."""
+        path, body = self.request("any")
+        try:
+            (CompletionBody if path == "/v1/completions" else ChatBody).model_validate({**body, "model": None})
+        except ValidationError as error:
+            first = error.errors(include_url=False, include_context=False)[0]
+            raise CliError(f"{flag(str(first['loc'][0]))}: {first['msg'][:1].lower()}{first['msg'][1:]}") from None
 
 
 def piece_of(event: dict[str, Any]) -> str:

@@ -90,6 +90,16 @@ def test_what_cannot_be_served_is_one_line(
     assert len(lines) == 1 and lines[0].startswith("stepahead: ") and re.search(told, lines[0]), done.stderr
 
 
+@pytest.mark.parametrize(
+    "option", [("--max-tokens", "0"), ("--temperature", "2.5"), ("--temperature", "nan"), ("--seed", str(2**63))]
+)
+@pytest.mark.parametrize("raw", [(), ("--raw",)])
+def test_generate_refuses_a_question_before_it_starts_a_server(option: tuple[str, str], raw: tuple[str, ...]) -> None:
+    done = CliRunner().invoke(app, ["generate", "Hello", "--model", "no-such-model", *option, *raw])
+    assert (done.exit_code, done.stdout, len(done.stderr.splitlines())) == (1, "", 1)
+    assert done.stderr.startswith(f"stepahead: {option[0]}: ")
+
+
 def test_generate_tells_the_same_line_as_a_program() -> None:
     command = [sys.executable, "-m", "frontend.cli", "generate", "Hello", "--model", "no-such-model"]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False)
