@@ -33,8 +33,14 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ("scheduler", "running"): ("running_requests", "Requests that hold an entry of the device"),
     ("scheduler", "queued"): ("queued_requests", "Requests that wait for an entry"),
     ("scheduler", "admitted_total"): ("admitted_requests", "Requests that began to run, retracted ones again"),
-    ("scheduler", "finished_total"): ("finished_requests", "Requests that ended by themselves"),
-    ("scheduler", "aborted_total"): ("aborted_requests", "Requests that were ended because the client had left"),
+    ("scheduler", "finished_total"): (
+        "finished_requests",
+        "Requests that ended by themselves, aborted ones not among them",
+    ),
+    ("scheduler", "aborted_total"): (
+        "aborted_requests",
+        "Requests that were ended early because nobody waited for them",
+    ),
     ("scheduler", "retractions_total"): ("retractions", "Times a running request gave up its pages and queued again"),
     ("scheduler", "prompt_tokens_total"): ("prompt_tokens", "Prompt tokens of admitted requests"),
     ("scheduler", "prefix_hit_tokens_total"): ("prefix_hit_tokens", "Prompt tokens found in the prefix cache"),

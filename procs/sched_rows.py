@@ -202,8 +202,9 @@ class Rows:
         ledger.done[rows] = self._live[rows]
         self._live[rows] = NOT_LIVE
         self._entry_of[rows] = 0
-        self.stats.add("finished_total", len(rows))
-        self.stats.add("aborted_total", int(np.count_nonzero(reasons == FINISH_ABORT)))
+        aborted = int(np.count_nonzero(reasons == FINISH_ABORT))
+        self.stats.add("finished_total", len(rows) - aborted)
+        self.stats.add("aborted_total", aborted)
         self.headroom = max(policy.HEADROOM_CALM, self.headroom - len(rows))
 
     def report(self, rows: Ints, generations: Ints, counts: NDArray[np.generic], finishes: NDArray[np.generic]) -> None:

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from procs.sched_rows import Rows
-from shm.ledger import FINISH_LENGTH, FINISH_NONE, Ledger
+from shm.ledger import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, Ledger
 from shm.segment import Segment
 from shm.stats import Stats
 from tests.procs.simulated_device import tiny_config
@@ -123,3 +123,10 @@ def test_who_was_refused_is_not_looked_up_again_for_nothing(monkeypatch: pytest.
     rows, _ = waiting_behind_its_own_prompt()
     monkeypatch.setattr(rows.cache, "match", lambda tokens: pytest.fail("walked the tree"))
     assert not rows.admit(ENOUGH)
+
+
+def test_each_ended_request_is_counted_once_as_finished_or_as_aborted() -> None:
+    server = SimulatedServer(tiny_config(), [Request([at + 1], 9, abort_after=at or None) for at in range(3)]).run()
+    stats = server.stats.read_stage("scheduler")
+    aborted = sum(request.finish == FINISH_ABORT for request in server.requests)
+    assert aborted == 2 and (stats["finished_total"], stats["aborted_total"]) == (1, 2)
