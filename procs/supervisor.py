@@ -4,7 +4,7 @@ Owns the life and death of every process and the state word of the server. It op
 never returns while anything that it started is alive. Its signal handlers only enqueue.
 
     STARTING --all ready--> READY --SIGTERM, SIGINT--> DRAINING --no open rows--> stopped in reverse: exit 0
-        drained too slowly: FAILED, the clients are told, then stopped in reverse all the same: exit 0
+        drained too slowly: FAILED, the clients are told, the rest is killed: exit 0
         any stage ends by itself, with whatever status: FAILED, the clients are told, the rest is killed: exit 1
         a second signal, not in the same breath: everything is killed at once: exit 128 + its number
 """
@@ -137,7 +137,8 @@ class Supervisor:
             self._memory.trace.writer("supervisor").span(What.START, 0, begin_ns, time.monotonic_ns())
             self._report.ready()
             self._until(lambda: self._stopping)
-            self._drain()
+            if not self._drain():
+                return  # the clients were told, and nothing is left to be finished: the burial kills, hung or not
         for child in reversed(self._children):
             self._stop(child)
 
@@ -198,8 +199,8 @@ class Supervisor:
         frontend = self._memory.stats.read_stage("frontend")
         return max(int(frontend[name]) for name in ("open_rows", "open_streams"))  # type: ignore[arg-type]
 
-    def _drain(self) -> None:
-        """Stop admission, and wait until no request is open or the time for it is over."""
+    def _drain(self) -> bool:
+        """Stop admission, and wait until no request is open or the time for it is over. Return whether all are done."""
         self._memory.control.state = DRAINING
         self._memory.kick_all()
         seconds = self._config.drain_seconds
@@ -221,6 +222,7 @@ class Supervisor:
             self._report.note(f"{open_rows} requests were not finished after {seconds:g} s")
             self._forget_all()
             self._tell_clients("supervisor", f"it was shut down, and {seconds:g} s did not suffice for this request")
+        return not open_rows
 
     def _stop(self, child: StageProcess) -> None:
         """Ask a child to end, kill it if it takes too long, and say so. From here on nobody's end is a failure."""

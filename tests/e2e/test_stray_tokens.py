@@ -14,6 +14,8 @@ from tests.model_factory import TinyLlama, vocabulary
 
 BEYOND = len(vocabulary())  # the id of "<pad>", which the tokenizer has and the model has not
 
+pytestmark = pytest.mark.model
+
 
 @pytest.fixture(scope="module")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:

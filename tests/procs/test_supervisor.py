@@ -179,6 +179,22 @@ def test_draining_too_long_tells_the_clients_and_is_no_failure(start: type[Serve
     assert "it was shut down" in server.log.read_text()
 
 
+def test_a_stage_that_hangs_does_not_draw_out_a_drain_that_failed(start: type[Server]) -> None:
+    """Its own time to stop, and that of every stage before it, are not added to the deadline of the drain."""
+    server = start(
+        {"stage": "gpu", "fake": "deaf", "stop_seconds": 30},
+        {"stage": "frontend", "fake": "frontend 3 60"},
+        drain_seconds=0.3,
+    )
+    server.wait_line("ready")
+    began = time.monotonic()
+    server.process.send_signal(signal.SIGTERM)
+    status, lines = server.end()
+    assert status == 0
+    assert "note 3 requests were not finished after 0.3 s" in lines
+    assert time.monotonic() - began < 10
+
+
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_at_once(start: type[Server], second: signal.Signals) -> None:
     server = start(GPU, {"stage": "frontend", "fake": "frontend 3 60"})
