@@ -7,10 +7,14 @@ Owns the vocabulary (streams, events, graphs, buffers, regions) and its ordering
 - An operation issued to a capturing stream is kept in the graph and does not run. An event recorded during capture is
   recorded at every replay: launching a graph counts as a record of each event inside it, and a wait inside it refers
   to the latest record issued before the launch.
+- A host function (`Device.call`) runs behind everything queued before it on its stream, and after every call queued
+  before it. What is queued behind it is *not* held back by it. The launching thread learns that it has run from its
+  `Completion` and in no other way.
 - An error inside an operation is sticky: work queued behind it is skipped, and every later call raises `DeviceError`.
 
 No call but `synchronize` and `close` may ever wait for the device. Every launch declares the byte regions that it reads
-and writes, so that an observer can prove the order of conflicting accesses without running them.
+and writes, so that an observer can prove the order of conflicting accesses without running them. What the launching
+thread itself does with pinned memory is declared with `host_access`.
 """
 
 from collections.abc import Callable, Sequence
@@ -93,6 +97,34 @@ class Event(Protocol):
         """Block the caller until the latest record was reached. Raises DeviceError."""
 
 
+class Timestamp(Protocol):
+    """A moment on a stream, in the host's clock. Never recorded inside a graph."""
+
+    @property
+    def name(self) -> str:
+        """For messages and traces."""
+
+    def record(self, stream: Stream) -> None:
+        """Queue the taking of the time on `stream`."""
+
+    def region(self) -> Region:
+        """What `record` writes, for those who declare that they read it."""
+
+    def ns(self) -> int:
+        """CLOCK_MONOTONIC ns of the latest record. Only in a host function that is queued behind that record."""
+
+
+class Completion(Protocol):
+    """What is known of a host function."""
+
+    @property
+    def name(self) -> str:
+        """For messages and traces."""
+
+    def query(self) -> bool:
+        """Whether it has run. From True on, what the caller does counts as done behind it."""
+
+
 class Graph(Protocol):
     """A recorded sequence of operations, launched by one call."""
 
@@ -110,6 +142,9 @@ class Observer(Protocol):
     def launch(self, stream: Stream, name: str, reads: Regions, writes: Regions) -> None:
         """An operation with the regions it touches."""
 
+    def call(self, stream: Stream, completion: Completion, reads: Regions, writes: Regions) -> None:
+        """A host function, named like its completion, with the regions it touches."""
+
     def record(self, stream: Stream, event: Event) -> None:
         """A record of `event`."""
 
@@ -123,17 +158,28 @@ class Observer(Protocol):
         """The replay has been reported in full."""
 
     def host_wait(self, event: Event | None, stream: Stream | None) -> None:
-        """The calling thread has waited for the latest record of `event`, or for all of `stream`."""
+        """The calling thread knows that the latest record of `event`, or all of `stream`, was reached."""
+
+    def host_saw(self, completion: Completion) -> None:
+        """The calling thread knows that this host function has run."""
+
+    def host_access(self, name: str, reads: Regions, writes: Regions) -> None:
+        """The calling thread touches pinned memory, or knows that another process did so before this moment."""
 
 
 class Device(Protocol):
     """Streams, events, graphs and memory. Calls come from one thread; operations run elsewhere."""
+
+    warms_before_capture: bool  # whether every shape must have run once before it is captured
 
     def stream(self, name: str) -> Stream:
         """A new stream of its own (never one that another caller also holds)."""
 
     def event(self, name: str) -> Event:
         """A new event, usable inside and outside graphs."""
+
+    def timestamp(self, name: str) -> Timestamp:
+        """A new timestamp."""
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike, name: str) -> Buffer:
         """Zeroed device memory of `shape` and `dtype`."""
@@ -145,10 +191,16 @@ class Device(Protocol):
         """Device memory that somebody else allocated (a model's KV pool), so that launches may declare it."""
 
     def launch(self, stream: Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str) -> None:
-        """Queue an operation on device memory. `reads` and `writes` name every byte of any buffer that it touches."""
+        """Queue an operation on device memory. `reads` and `writes` name every byte of any buffer that it touches.
 
-    def call(self, stream: Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str) -> None:
-        """Queue a host function (cudaLaunchHostFunc): it may touch pinned memory and must not call the device."""
+        On a CPU `fn` is the operation. On CUDA it is called at once, with `stream` current, and queues it.
+        """
+
+    def call(self, stream: Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str) -> Completion:
+        """Queue a host function: it may touch pinned memory and timestamps, and must not call the device."""
+
+    def host_access(self, *, reads: Regions, writes: Regions, name: str) -> None:
+        """Declare what the calling thread does with pinned memory, or knows that another process did."""
 
     def capture(self, stream: Stream) -> AbstractContextManager[Graph]:
         """Operations issued to `stream` inside the block become the graph that the block yields."""
