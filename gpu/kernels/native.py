@@ -6,8 +6,8 @@ Importing it touches no file. In the cache it deletes nothing but what it has ma
 used costs time and a line on stderr, never the process.
 
 The cache key of numba holds the CPU and its features, but only the file of the outermost function, so a change in a
-file that it calls would leave stale machine code behind. Here the folder's name carries a hash over all sources of
-this package and of the models.
+file that it calls would leave stale machine code behind. Here the folder's name carries a hash over the sources of this
+package and of the models, without the files that have nothing to do with native code.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ FOLDER = "stepahead-kernels"
 MARKER = ".stepahead-kernels"  # in each folder of ours; its time is when the folder was last used
 UNUSED_DAYS_MAX = 30
 SOURCES = ("kernels", "models")
+NOT_NATIVE = ("triton_", "cuda_", "plain", "flashinfer_", "attention_contract", "step_kernels")  # beginnings of names
 
 
 def cache_root() -> Path:
@@ -55,6 +56,8 @@ def _source_hash() -> str:
     package = Path(__file__).resolve().parent.parent
     for folder in SOURCES:
         for path in sorted((package / folder).glob("*.py")):
+            if path.name.startswith(NOT_NATIVE):
+                continue
             digest.update(path.name.encode() + path.read_bytes())
     return digest.hexdigest()[:16]
 
