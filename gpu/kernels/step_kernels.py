@@ -1,0 +1,125 @@
+"""The kernels of the step's own bookkeeping, as the step program calls them on any device.
+
+Owns the contract alone: what each operation reads and writes, array by array. Arrays are numpy on the host device and
+tensors on CUDA; whoever calls these only slices them and hands them on. On the host a method is the operation; on CUDA
+it queues the operation on the current stream and returns. Never holds memory of a step.
+"""
+
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import numpy as np
+
+from shm.records import CHUNK_COUNT, CHUNK_LAST, StepView
+
+Array = Any  # numpy.ndarray or torch.Tensor
+
+
+class Tables(NamedTuple):
+    """What a gather reads. The slot and sampling tables are shared with the schedule stream, the relay is not."""
+
+    length: Array  # i32[entries] relay: tokens in the KV cache
+    token: Array  # i32[entries] relay: newest token, not in the cache yet
+    pages: Array  # i32[entries, pages_per_row] slot table
+    real: Array  # f32[3, entries] temperature, top_p, min_p
+    top_k: Array  # i32[entries]
+    seed: Array  # u64[entries]; on CUDA the same bits as i64
+
+
+class Rows(NamedTuple):
+    """What a gather writes: one pass, laid out for the model and the sampler. Private to the step that gathered it."""
+
+    tokens: Array  # i32[tokens]
+    positions: Array  # i32[tokens] of each token in its sequence
+    seqs: Array  # i32[tokens] row of `pages`
+    pages: Array  # i32[rows, pages_per_row] only what the positions of the row reach is valid
+    starts: Array  # i32[rows + 1] first token of each row, and behind the last row the number of tokens
+    ends: Array  # i32[rows] tokens in the cache of each row once the pass has run
+    logit_rows: Array  # i32[samples] index into tokens
+    entries: Array  # i32[samples] relay entry that gets the sampled token
+    lengths: Array  # i32[samples] its new length; 0 for padding
+    places: Array  # i32[samples] position of the token to be sampled
+    counts: Array  # i32[samples] tokens that the step gains: 1
+    real: Array  # f32[3, samples]
+    top_k: Array  # i32[samples]
+    seed: Array  # u64[samples]; on CUDA the same bits as i64
+
+
+class Extents(NamedTuple):
+    """Where the tokens of each row lie, for implementations that work row by row."""
+
+    starts: Array  # i32[rows + 1], see Rows
+    ends: Array  # i32[rows], see Rows
+    longest: int  # most tokens of one row
+
+
+@dataclass(frozen=True)
+class PassShape:
+    """The extents of one pass: decode rows come first, then the chunks. Known to the host."""
+
+    decode: int  # decode rows, padding included
+    chunks: int
+    tokens: int
+    samples: int  # rows that get a token: decode rows and last chunks
+    longest: int  # most tokens of one row
+
+    @classmethod
+    def of_decode(cls, rows: int) -> "PassShape":
+        """A pass of `rows` decode rows and nothing else."""
+        return cls(rows, 0, rows, rows, 1)
+
+    @classmethod
+    def of_step(cls, step: StepView) -> "PassShape":
+        """The pass of a descriptor, without padding."""
+        decode, chunks = step.n_decode, step.n_chunks
+        if not chunks:
+            return cls.of_decode(decode)
+        counts, last = step.chunks[CHUNK_COUNT, :chunks], step.chunks[CHUNK_LAST, :chunks]
+        return cls(
+            decode, chunks, decode + int(counts.sum()), decode + int(np.count_nonzero(last)), max(1, int(counts.max()))
+        )
+
+    @property
+    def rows(self) -> int:
+        """Sequences that take part."""
+        return self.decode + self.chunks
+
+
+class StepKernels(Protocol):
+    """Each method is the body of one launch. `fault` is i32[1]: where a device that cannot raise leaves its code."""
+
+    def view(self, descriptor: Array) -> Any:
+        """What the others take as `step`: descriptor i32[layout.nbytes // 4] on the device."""
+
+    def upload(
+        self, slot: StepView, payload: Array, descriptor: Array, plane: Array, ids: Array, fault: Array
+    ) -> None:
+        """Copy the used part of payload i32[layout.nbytes // 4], whose view on the host is `slot`, to `descriptor`.
+
+        The tokens of all chunks go from plane i32[rows, max_len], the ledger's, to ids i32[prefill_chunk], end to end.
+        Zeroes `fault`. Raises DeviceError for a chunk that is no part of its row, or has no room.
+        """
+
+    def write_slots(self, step: Any, count: int, table: Array, fault: Array) -> None:
+        """Apply the step's `count` slot writes to table i32[entries, pages_per_row].
+
+        A write that names what does not exist, or page 0, is a fault.
+        """
+
+    def write_sampling(self, step: Any, count: int, real: Array, top_k: Array, seed: Array, fault: Array) -> None:
+        """Apply the step's `count` sampling writes to the table, see Tables. A write of no entry is a fault."""
+
+    def gather(self, step: Any, tables: Tables, ids: Array, rows: Rows, shape: PassShape, fault: Array) -> None:
+        """Lay out the step's pass in `rows`. The number of live decode rows is read from the descriptor on the device,
+        because a captured gather serves every batch that is padded to its size. What no scheduler may ask for is a
+        fault.
+        """
+
+    def publish(self, table: Array, entries: Array, lengths: Array) -> None:
+        """Set table[entries] = lengths, i32[samples]; a repeated entry can only be padding."""
+
+    def stash(self, table: Array, entries: Array, tokens: Array) -> None:
+        """Set table[entries] = tokens, i32[samples]; a repeated entry can only be padding."""
+
+    def deliver(self, outcome: Array, payload: Array, ints: int) -> None:
+        """Copy the first `ints` of outcome i32 on the device to payload i32 in pinned memory."""
