@@ -9,45 +9,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from numpy.typing import NDArray
 
-from gpu.device.protocol import Buffer, Device, DeviceError, Regions
-from gpu.kernels.host_step import OK, Rows, Tables, explain, gather_chunks, gather_decode
+from gpu.device.protocol import Buffer, Device, Regions
+from gpu.kernels.step_kernels import Array, Extents, PassShape, Rows, StepKernels, Tables
 from gpu.lanes import Lane
 from gpu.relay import Relay
 from gpu.sampling_table import SamplingTable
 from gpu.slots import SlotTable
 from shm.config import ServerConfig
-from shm.records import CHUNK_COUNT, CHUNK_LAST, ResultLayout, StepView
-
-
-@dataclass(frozen=True)
-class PassShape:
-    """The extents of one pass: decode rows come first, then the chunks."""
-
-    decode: int  # decode rows, padding included
-    chunks: int
-    tokens: int
-    samples: int  # rows that get a token: decode rows and last chunks
-
-    @classmethod
-    def of_decode(cls, rows: int) -> "PassShape":
-        """A pass of `rows` decode rows and nothing else."""
-        return cls(rows, 0, rows, rows)
-
-    @classmethod
-    def of_step(cls, step: StepView) -> "PassShape":
-        """The pass of a descriptor, without padding."""
-        decode, chunks = step.n_decode, step.n_chunks
-        if not chunks:
-            return cls.of_decode(decode)
-        counts, last = step.chunks[CHUNK_COUNT, :chunks], step.chunks[CHUNK_LAST, :chunks]
-        return cls(decode, chunks, decode + int(counts.sum()), decode + int(np.count_nonzero(last)))
-
-    @property
-    def rows(self) -> int:
-        """Sequences that take part."""
-        return self.decode + self.chunks
+from shm.records import ResultLayout
 
 
 @dataclass(frozen=True)
@@ -56,13 +26,13 @@ class PassArrays:
 
     model: tuple[Any, ...]  # arguments of Model.forward
     sampler: tuple[Any, ...]  # arguments of a sampler
-    entries: NDArray[np.int32]  # [samples]
-    lengths: NDArray[np.int32]  # [samples]
-    sampled: NDArray[np.int32]  # [samples]
+    entries: Array  # i32[samples]
+    lengths: Array  # i32[samples]
+    sampled: Array  # i32[samples]
 
 
 class Batch:
-    """The buffers of one pass, sized for the largest one; see `kernels.host_step.Rows` for what each holds."""
+    """The buffers of one pass, sized for the largest one; see `kernels.step_kernels.Rows` for what each holds."""
 
     def __init__(self, device: Device, config: ServerConfig) -> None:
         self.max_rows = ResultLayout(config).max_rows
@@ -76,6 +46,8 @@ class Batch:
         self.positions = buffer((tokens,), np.int32, "positions")
         self.seqs = buffer((tokens,), np.int32, "seqs")
         self.pages = buffer((rows, config.pages_per_row), np.int32, "pages")
+        self.starts = buffer((rows + 1,), np.int32, "starts")
+        self.ends = buffer((rows,), np.int32, "ends")
         self.logit_rows = buffer((rows,), np.int32, "logit_rows")
         self.entries = buffer((rows,), np.int32, "entries")
         self.places = buffer((rows,), np.int32, "places")
@@ -83,7 +55,7 @@ class Batch:
         self.top_k = buffer((rows,), np.int32, "top_k")
         self.seed = buffer((rows,), np.uint64, "seed")
         self.logits = buffer((rows, config.model.vocab_size), np.float32, "logits")
-        model = (self.tokens, self.positions, self.seqs, self.pages, self.logit_rows)
+        model = (self.tokens, self.positions, self.seqs, self.pages, self.logit_rows, self.starts, self.ends)
         sampler = (self.places, self.real, self.top_k, self.seed)
         self.model_inputs: Regions = tuple(b.region() for b in model)
         self.sampler_inputs: Regions = tuple(b.region() for b in (*sampler, self.logits))
@@ -96,16 +68,19 @@ class Batch:
         assert shape.tokens <= self.max_tokens, (shape, self.max_tokens)
 
     def rows(self, lane: Lane) -> Rows:
-        """The arrays that a gather fills; the lengths go to the lane, since another stream may read them."""
+        """The arrays that a gather fills; what another stream may read goes to the lane."""
         return Rows(
             tokens=self.tokens.array,
             positions=self.positions.array,
             seqs=self.seqs.array,
             pages=self.pages.array,
+            starts=self.starts.array,
+            ends=self.ends.array,
             logit_rows=self.logit_rows.array,
             entries=self.entries.array,
             lengths=lane.lengths.array,
             places=self.places.array,
+            counts=lane.counts,
             real=self.real.array,
             top_k=self.top_k.array,
             seed=self.seed.array,
@@ -114,11 +89,12 @@ class Batch:
     def arrays(self, lane: Lane, shape: PassShape) -> PassArrays:
         """What a pass of `shape` in `lane` works on."""
         rows, tokens, samples = self.rows(lane), shape.tokens, shape.samples
-        logits, sampled = self.logits.array[:samples], lane.sampled.array[:samples]
+        logits, sampled = self.logits.array[:samples], lane.sampled[:samples]
+        extents = Extents(rows.starts[: shape.rows + 1], rows.ends[: shape.rows], shape.longest)
         token_planes = (rows.tokens[:tokens], rows.positions[:tokens], rows.seqs[:tokens])
         parameters = (*(real[:samples] for real in rows.real), rows.top_k[:samples], rows.seed[:samples])
         return PassArrays(
-            model=(*token_planes, rows.pages[: shape.rows], rows.logit_rows[:samples], logits),
+            model=(*token_planes, rows.pages[: shape.rows], rows.logit_rows[:samples], logits, extents),
             sampler=(logits, *parameters, rows.places[:samples], sampled),
             entries=rows.entries[:samples],
             lengths=rows.lengths[:samples],
@@ -129,9 +105,8 @@ class Batch:
 class Gather:
     """Reads relay, slot table and sampling table for one pass. The last read of a shared table in a step."""
 
-    def __init__(self, relay: Relay, slots: SlotTable, sampling: SamplingTable, page_size: int) -> None:
-        self._page_size = page_size
-        self._poison = relay.poison
+    def __init__(self, kernels: StepKernels, relay: Relay, slots: SlotTable, sampling: SamplingTable) -> None:
+        self._kernels = kernels
         self._tables = Tables(
             length=relay.length.array,
             token=relay.token.array,
@@ -144,25 +119,5 @@ class Gather:
         self.writes: Regions = relay.regions if relay.poison else ()
 
     def run(self, lane: Lane, rows: Rows, shape: PassShape) -> None:
-        """Fill `rows` for the descriptor in `lane`. Raises DeviceError for what no scheduler may ask for.
-
-        The number of live rows is taken from the descriptor, because a captured gather serves every batch that is
-        padded to its size.
-        """
-        step = lane.view
-        fault = gather_decode(
-            self._tables, step.decode_entries, step.n_decode, shape.decode, rows, self._page_size, self._poison
-        )
-        if fault == OK and shape.chunks:
-            fault = gather_chunks(
-                self._tables,
-                step.chunks,
-                shape.chunks,
-                lane.ids.array,
-                shape.decode,
-                rows,
-                self._page_size,
-                self._poison,
-            )
-        if fault != OK:
-            raise DeviceError(explain(fault))
+        """Fill `rows` for the descriptor in `lane`. Raises DeviceError for what no scheduler may ask for."""
+        self._kernels.gather(lane.step, self._tables, lane.ids.array, rows, shape, lane.fault)

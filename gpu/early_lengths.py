@@ -9,14 +9,17 @@ from functools import partial
 import numpy as np
 
 from gpu.device.protocol import Device, Stream
+from gpu.kernels.step_kernels import StepKernels
 from gpu.lanes import LANES, Lane
 
 
 class EarlyLengths:
     """`copies[i]`: i32[max_rows], valid from `out[i]` on and until the next step of lane i is queued."""
 
-    def __init__(self, device: Device, max_rows: int) -> None:
+    def __init__(self, device: Device, kernels: StepKernels, max_rows: int) -> None:
         self._device = device
+        self._kernels = kernels
+        self._rows = max_rows
         self.stream = device.stream("lengths")
         self.copies = [device.pinned(np.zeros(max_rows, np.int32), f"early{i}") for i in range(LANES)]
         self.out = [device.event(f"lengths_out{i}") for i in range(LANES)]
@@ -27,7 +30,7 @@ class EarlyLengths:
         lane.published.wait(self.stream)  # SYNC lengths-published
         self._device.launch(
             self.stream,
-            partial(np.copyto, copy.array, lane.lengths.array),
+            partial(self._kernels.deliver, lane.lengths.array, copy.array, self._rows),
             reads=(lane.lengths.region(),),
             writes=(copy.region(),),
             name="early lengths",

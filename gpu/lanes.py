@@ -3,22 +3,23 @@
 Owns what rotates. Steps take the lanes in turn, and there is one more of them than steps in flight, so the schedule
 stream can fill the next descriptor and the copy stream can still read the last result while a step runs. A lane is
 taken again only behind the event that says that its last step has left it. Never holds what only the forward stream
-touches: that is the batch, and one is enough.
+touches: that is the batch, and one is enough. What a step is told and what it answers lies in slots that belong to
+the caller, because another process reads and writes them.
 """
 
-import time
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
-from gpu.device.protocol import Buffer, Device, DeviceError, Event, Regions
-from gpu.kernels.host_step import OK, copy_ids, explain
+from gpu.device.protocol import Buffer, Device, DeviceError, Event, Regions, Timestamp
+from gpu.kernels.host_step import OK, explain
+from gpu.kernels.step_kernels import Array, StepKernels
 from shm.config import ServerConfig
 from shm.limits import STEPS_IN_FLIGHT
-from shm.records import ResultLayout, ResultView, StepLayout, StepView
+from shm.records import RESULT_FAULT, ResultLayout, ResultView, StepLayout, StepView
 
 LANES = STEPS_IN_FLIGHT + 1
-BEGIN, END = 0, 1  # of Lane.clock
 
 
 @dataclass(frozen=True)
@@ -31,10 +32,28 @@ class StepSlot:
 
 @dataclass(frozen=True)
 class ResultSlot:
-    """Pinned memory for the result of one step."""
+    """Pinned memory for the result of one step, and the time that its step took."""
 
     buffer: Buffer
     view: ResultView
+    begin: Timestamp
+    end: Timestamp
+
+    def finish(self, rows: int, step: int) -> None:
+        """Write what the device does not know into the header. Raises DeviceError for what it had to say.
+
+        Runs as the first part of the host function behind the copy of the result.
+        """
+        view = self.view
+        if view.fault != OK:
+            raise DeviceError(explain(view.fault))
+        if rows and view.tokens[0, :rows].min() < 0:
+            faulty = np.flatnonzero(view.tokens[0, :rows] < 0).tolist()
+            raise DeviceError(f"logits of rows {faulty} hold NaN or no finite value")
+        view.n_rows = rows
+        view.window = 1
+        view.begin_ns, view.end_ns = self.begin.ns(), self.end.ns()
+        view.step = step
 
 
 @dataclass(frozen=True)
@@ -43,11 +62,11 @@ class Lane:
 
     index: int
     descriptor: Buffer  # i32, the device's copy of the step descriptor
-    view: StepView  # its sections
+    step: Any  # how kernels see it, see StepKernels.view
     ids: Buffer  # i32[prefill_chunk] prompt tokens of all chunks, end to end
     lengths: Buffer  # i32[max_rows] published lengths
-    sampled: Buffer  # i32[max_rows] new token of each row
-    clock: Buffer  # i64[2] when the device began and ended the step, CLOCK_MONOTONIC ns
+    outcome: Buffer  # i32, the result as the device knows it: fault, counts and tokens of a ResultLayout
+    results: ResultLayout
     staged: Event  # schedule stream: descriptor and tables are ready for the step
     published: Event  # forward stream: lengths are there
     done: Event  # forward stream: the step has ended
@@ -56,48 +75,53 @@ class Lane:
     @property
     def staging(self) -> Regions:
         """What the schedule stream fills."""
-        return (self.descriptor.region(), self.ids.region())
+        return (self.descriptor.region(), self.ids.region(), *self.fault_region)
 
-    def upload(self, step: StepSlot, plane: Buffer) -> None:
-        """Copy the used part of a descriptor, and the chunks' tokens from the ledger's plane i32[rows, max_len].
+    @property
+    def fault_region(self) -> Regions:
+        """Where a device that cannot raise leaves its code."""
+        return (self.outcome.rows(RESULT_FAULT, RESULT_FAULT + 1),)
 
-        Raises DeviceError for a chunk that is no part of its row.
-        """
-        ints = step.view.used_nbytes // self.descriptor.array.itemsize
-        np.copyto(self.descriptor.array[:ints], step.buffer.array[:ints])
-        if self.view.n_chunks:
-            fault = copy_ids(self.view.chunks, self.view.n_chunks, plane.array, self.ids.array)
-            if fault != OK:
-                raise DeviceError(explain(fault))
+    @property
+    def fault(self) -> Array:
+        """i32[1]"""
+        return self.outcome.array[RESULT_FAULT : RESULT_FAULT + 1]
 
-    def stamp(self, which: int) -> None:
-        """Note the time of BEGIN or END."""
-        self.clock.array[which] = time.monotonic_ns()
+    @property
+    def counts(self) -> Array:
+        """i32[max_rows] tokens that each row has gained."""
+        return self.outcome.array[self.results.counts_at : self.results.tokens_at]
 
-    def write_result(self, result: ResultView, rows: int) -> None:
-        """Copy the outcome of `rows` rows to pinned memory. With W = 1 every row has gained one token."""
-        result.n_rows = rows
-        result.window = 1
-        result.begin_ns, result.end_ns = self.clock.array.tolist()
-        result.step = self.view.step
-        result.counts[:rows] = 1
-        result.tokens[0, :rows] = self.sampled.array[:rows]
+    @property
+    def sampled(self) -> Array:
+        """i32[max_rows] the newest token of each row."""
+        return self.outcome.array[self.results.tokens_at : self.results.tokens_at + self.results.max_rows]
+
+    @property
+    def counts_region(self) -> Regions:
+        """All of `counts`."""
+        return (self.outcome.rows(self.results.counts_at, self.results.tokens_at),)
+
+    @property
+    def sampled_region(self) -> Regions:
+        """All of `sampled`."""
+        return (self.outcome.rows(self.results.tokens_at, self.results.tokens_at + self.results.max_rows),)
 
 
-def make_lanes(device: Device, config: ServerConfig) -> tuple[Lane, ...]:
+def make_lanes(device: Device, config: ServerConfig, kernels: StepKernels) -> tuple[Lane, ...]:
     """All lanes of a program."""
-    layout, max_rows = StepLayout(config), ResultLayout(config).max_rows
+    layout, results = StepLayout(config), ResultLayout(config)
 
     def lane(i: int) -> Lane:
         descriptor = device.buffer((layout.nbytes // 4,), np.int32, f"descriptor{i}")
         return Lane(
             index=i,
             descriptor=descriptor,
-            view=layout.view(descriptor.array),
+            step=kernels.view(descriptor.array),
             ids=device.buffer((config.prefill_chunk,), np.int32, f"ids{i}"),
-            lengths=device.buffer((max_rows,), np.int32, f"lengths{i}"),
-            sampled=device.buffer((max_rows,), np.int32, f"sampled{i}"),
-            clock=device.buffer((2,), np.int64, f"clock{i}"),
+            lengths=device.buffer((results.max_rows,), np.int32, f"lengths{i}"),
+            outcome=device.buffer((results.nbytes // 4,), np.int32, f"outcome{i}"),
+            results=results,
             staged=device.event(f"staged{i}"),
             published=device.event(f"published{i}"),
             done=device.event(f"done{i}"),

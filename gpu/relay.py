@@ -10,11 +10,8 @@ read of a token; reading a marked entry is a device error.
 """
 
 import numpy as np
-from numpy.typing import NDArray
 
 from gpu.device.protocol import Device, Regions
-
-Ints = NDArray[np.int32]
 
 
 class Relay:
@@ -29,11 +26,3 @@ class Relay:
     def regions(self) -> Regions:
         """All of it."""
         return (self.length.region(), self.token.region())
-
-    def publish(self, entries: Ints, lengths: Ints) -> None:
-        """Set the new length of each entry. entries, lengths: i32[samples]; a repeated entry can only be padding."""
-        self.length.array[entries] = lengths
-
-    def stash(self, entries: Ints, tokens: Ints) -> None:
-        """Leave the newest token of each entry for the next step. entries, tokens: i32[samples]."""
-        self.token.array[entries] = tokens

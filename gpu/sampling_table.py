@@ -7,13 +7,14 @@ zero: padding is greedy.
 
 import numpy as np
 
-from gpu.device.protocol import Device, DeviceError, Regions
-from gpu.kernels.host_step import OK, explain, write_sampling
-from shm.records import StepView
+from gpu.device.protocol import Device, Regions
 
 
 class SamplingTable:
-    """real f32[3, entries] (temperature, top_p, min_p), top_k i32[entries] (0 = off), seed u64[entries]."""
+    """real f32[3, entries] (temperature, top_p, min_p), top_k i32[entries] (0 = off), seed u64[entries].
+
+    Written by `StepKernels.write_sampling` alone.
+    """
 
     def __init__(self, device: Device, entries: int) -> None:
         self.real = device.buffer((3, entries), np.float32, "sampling.real")
@@ -24,11 +25,3 @@ class SamplingTable:
     def regions(self) -> Regions:
         """All of it."""
         return (self.real.region(), self.top_k.region(), self.seed.region())
-
-    def write(self, step: StepView) -> None:
-        """Apply the sampling writes of a step. Raises DeviceError if one names an entry that does not exist."""
-        fault = write_sampling(
-            self.real.array, self.top_k.array, self.seed.array, step.sampling, step.sampling_f32, step.n_sampling
-        )
-        if fault != OK:
-            raise DeviceError(explain(fault))

@@ -8,25 +8,16 @@ schedule stream writes what it decided; a step reads rows in its gather and nowh
 
 import numpy as np
 
-from gpu.device.protocol import Device, DeviceError, Region
-from gpu.kernels.host_step import OK, explain, write_slots
-from shm.records import StepView
+from gpu.device.protocol import Device, Region
 
 
 class SlotTable:
-    """The table and the one way to write it."""
+    """The table; written by `StepKernels.write_slots` alone."""
 
-    def __init__(self, device: Device, entries: int, pages_per_row: int, pages: int) -> None:
+    def __init__(self, device: Device, entries: int, pages_per_row: int) -> None:
         self.table = device.buffer((entries, pages_per_row), np.int32, "slot_table")
-        self._pages = pages
 
     @property
     def region(self) -> Region:
         """All of it."""
         return self.table.region()
-
-    def write(self, step: StepView) -> None:
-        """Apply the slot writes of a step. Raises DeviceError if one names what does not exist, or page 0."""
-        fault = write_slots(self.table.array, step.slot_writes, step.n_slot_writes, self._pages)
-        if fault != OK:
-            raise DeviceError(explain(fault))

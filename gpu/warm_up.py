@@ -2,8 +2,8 @@
 
 Owns what a first use costs: compiled kernels and graphs. After it nothing compiles and nothing is captured. The steps
 it runs are as small as can be: kernels are compiled for any size, so a larger step would cost time and bring nothing.
-They belong to padding (entry 0, page 0) and leave nothing behind for a request to see. Runs once, with nothing else
-queued.
+They belong to padding (entry 0, page 0) and leave nothing behind for a request to see: entry 1, whose tables they
+write, gets its slots and sampling parameters with its first request. Runs once, with nothing else queued.
 """
 
 import numpy as np
@@ -24,18 +24,21 @@ class WarmUp:
         self._device = device
         self._program = program
         self._step = StepSlot(device.pinned(payload, "warm-up step"), layout.view(payload))
-        self._result = ResultSlot(device.pinned(result, "warm-up result"), results.view(result))
+        times = device.timestamp("warm-up begin"), device.timestamp("warm-up end")
+        self._result = ResultSlot(device.pinned(result, "warm-up result"), results.view(result), *times)
 
     def run(self) -> int:
         """Capture, then run. Returns the number of graphs. Raises DeviceError if a step fails."""
         program, view = self._program, self._step.view
         graphs = program.capture()
-        program.slots.write(view)  # nothing to write; it only has to be compiled
-        program.sampling.write(view)
         view.kind = STEP_DECODE
         view.n_decode = 1
         view.decode_entries[0] = 0
+        view.n_slot_writes = view.n_sampling = 1
+        view.slot_writes[:, 0] = (1, 0, 1)  # entry 1, its first slot, page 1
+        view.set_sampling(0, 1, 0.0, 1.0, 0.0, 0, 0)
         self._once()
+        view.n_slot_writes = view.n_sampling = 0
         view.kind = STEP_MIXED  # and one token of a prompt, alone: a step has no more rows than may run
         view.n_decode = 0
         view.n_chunks = 1

@@ -17,6 +17,7 @@ from __future__ import annotations
 import gc
 import sys
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from typing import TYPE_CHECKING
@@ -31,7 +32,7 @@ from shm.tensor_map import ModelError
 from shm.trace import TraceWriter, What
 
 if TYPE_CHECKING:
-    from gpu.device.protocol import Device
+    from gpu.device.protocol import Completion, Device
     from gpu.lanes import ResultSlot
     from gpu.step import StepProgram
 
@@ -48,13 +49,11 @@ class Results:
         self._stats = stats
         self._trace = trace
         self._last_end_ns = 0
-        self.published = 0  # read by the launch loop
 
     def complete(self, slot: ResultSlot, seq: int, pushed_ns: int, decode_rows: int) -> None:
         """Publish the result in `slot` of step ring record `seq`, which was pushed at `pushed_ns`."""
         begin_ns = time.monotonic_ns()
         self._results.publish(slot.buffer.nbytes, source_seq=seq)
-        self.published += 1
         self._steps.release()  # last: the scheduler may fill it again from here on
         view = slot.view
         self._count(view.begin_ns, view.end_ns, pushed_ns, decode_rows)
@@ -110,12 +109,17 @@ class Executor:
             for i, payload in enumerate(steps.ring.payloads)
         ]
         self._result_slots = [
-            ResultSlot(device.pinned(payload, f"result ring {i}"), result_layout.view(payload))
+            ResultSlot(
+                device.pinned(payload, f"result ring {i}"),
+                result_layout.view(payload),
+                device.timestamp(f"begin{i}"),
+                device.timestamp(f"end{i}"),
+            )
             for i, payload in enumerate(results.ring.payloads)
         ]
         self._next = steps.tail  # seq of the next step to launch; the ring's own tail follows as steps end
         self._next_result = results.head
-        self._launched = 0
+        self._in_flight: deque[Completion] = deque()
 
     def serve(self, bell: Doorbell, beat: Callable[[], None], stopping: Callable[[], bool]) -> None:
         """Launch steps until `stopping()` and nothing is queued. Raises DeviceError once the device has failed."""
@@ -137,10 +141,9 @@ class Executor:
         number, decode_rows = step.view.step, step.view.n_decode
         complete = partial(self._end.complete, result, self._next, record.time_ns, decode_rows)
         mixed = step.view.n_chunks > 0
-        self._program.enqueue(step, result, complete)
+        self._in_flight.append(self._program.enqueue(step, result, complete))
         self._next += 1
         self._next_result += 1
-        self._launched += 1
         end_ns = time.monotonic_ns()
         self._stats.add("mixed_steps_total" if mixed else "decode_steps_total")
         if not mixed:
@@ -158,14 +161,17 @@ class Executor:
     def _credit(self) -> int:
         """Free result slots that no step in flight has a claim on.
 
-        `published` is read before `space`: a result published in between is then counted against us, never for us.
+        Completions are looked at before `space`: a result published in between is then counted against us, never for
+        us.
         """
-        in_flight = self._launched - self._end.published
-        return self._results.space() - in_flight
+        while self._in_flight and self._in_flight[0].query():
+            self._in_flight.popleft()
+        return self._results.space() - len(self._in_flight)
 
 
 def build_program(stage: child.Child, device: Device) -> StepProgram:
     """Open the weights and make the model and its step program. Raises StartupError for what the user can mend."""
+    from gpu.kernels.host_step import HostStepKernels
     from gpu.kernels.sampling import sample
     from gpu.models.llama import HostLlama
     from gpu.models.weights import open_weights
@@ -185,7 +191,10 @@ def build_program(stage: child.Child, device: Device) -> StepProgram:
             threads=config.threads,
             progress=stage.progress,
         )
-        return StepProgram(device, config, model, partial(sample, team=model.team), stage.ledger.tokens)
+        kernels = HostStepKernels(
+            StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison
+        )
+        return StepProgram(device, config, model, kernels, partial(sample, team=model.team), stage.ledger.tokens)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"

@@ -46,12 +46,12 @@ SAMPLING_PLANES = 7
 
 HEADER_INTS = 16
 _KIND, _N_DECODE, _N_CHUNKS, _N_SLOT_WRITES, _N_SAMPLING, _STEP_LO, _STEP_HI = range(7)
-_N_ROWS, _WINDOW, _BEGIN_LO, _BEGIN_HI, _END_LO, _END_HI, _RESULT_STEP_LO, _RESULT_STEP_HI = range(8)
+_N_ROWS, _WINDOW, _BEGIN_LO, _BEGIN_HI, _END_LO, _END_HI, _RESULT_STEP_LO, _RESULT_STEP_HI, RESULT_FAULT = range(9)
 
 INTAKE_PLANES = 2  # row, generation
 PROGRESS_PLANES = 4  # row, generation, count, finish
 
-assert max(_STEP_HI, _RESULT_STEP_HI) < HEADER_INTS
+assert max(_STEP_HI, RESULT_FAULT) < HEADER_INTS
 assert np.dtype(np.int32).itemsize == np.dtype(np.float32).itemsize == 4
 
 
@@ -184,6 +184,7 @@ class ResultView(_Header):
     begin_ns: int = _u64(_BEGIN_LO, "when the device began the step, CLOCK_MONOTONIC")
     end_ns: int = _u64(_END_LO, "when the device ended the step, CLOCK_MONOTONIC")
     step: int = _u64(_RESULT_STEP_LO, "number of the step")
+    fault: int = _int(RESULT_FAULT, "what a device that cannot raise has to say, 0: nothing")
 
     def __init__(self, layout: ResultLayout, payload: Int32Array) -> None:
         super().__init__(payload[:HEADER_INTS])

@@ -11,6 +11,7 @@ lock back waits up to that long for a thread that is busy in Python.
 
 import queue
 import threading
+import time
 from _thread import allocate_lock
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -20,29 +21,10 @@ import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 from gpu.device import protocol
-from gpu.device.protocol import DeviceError, Observer, Region, Regions, row_bytes
+from gpu.device.buffers import ArrayBuffer
+from gpu.device.protocol import DeviceError, Observer, Region, Regions
 
 _JOIN_SECONDS_MAX = 60.0
-
-
-class HostBuffer:
-    """Memory that launches declare, see `protocol.Buffer`."""
-
-    def __init__(self, name: str, array: NDArray[Any]) -> None:
-        assert array.flags.c_contiguous, name
-        self.name = name
-        self.array = array
-        self.nbytes = array.nbytes
-        self._row_bytes = row_bytes(array.shape, array.dtype)
-
-    def region(self) -> Region:
-        """All of it."""
-        return Region(self, 0, self.nbytes)
-
-    def rows(self, lo: int, hi: int) -> Region:
-        """Rows [lo, hi) of the first axis."""
-        assert 0 <= lo <= hi <= len(self.array), (self.name, lo, hi)
-        return Region(self, lo * self._row_bytes, hi * self._row_bytes)
 
 
 class _Marker:
@@ -167,7 +149,10 @@ class HostEvent:
     def query(self) -> bool:
         """Whether the latest record was reached; True if there is none."""
         self.device.check()
-        return self.latest is None or self.latest.done
+        reached = self.latest is None or self.latest.done
+        if reached and self.device.observer is not None:
+            self.device.observer.host_wait(self, None)
+        return reached
 
     def synchronize(self) -> None:
         """Block the caller until the latest record was reached. Raises DeviceError."""
@@ -177,6 +162,56 @@ class HostEvent:
         self.device.check()
         if self.device.observer is not None:
             self.device.observer.host_wait(self, None)
+
+
+class HostTimestamp:
+    """A moment on a stream, see `protocol.Timestamp`."""
+
+    def __init__(self, device: "HostDevice", name: str) -> None:
+        self.name = name
+        self.device = device
+        self._buffer = device.buffer((1,), np.int64, name)
+        self._writes = (self._buffer.region(),)
+
+    def record(self, stream: protocol.Stream) -> None:
+        """Queue the taking of the time on `stream`."""
+        if self.device.owned(stream).capturing is not None:
+            raise DeviceError(f"timestamp {self.name} cannot be recorded inside a graph")
+        self.device.launch(stream, self._take, reads=(), writes=self._writes, name=self.name)
+
+    def region(self) -> Region:
+        """What `record` writes."""
+        return self._writes[0]
+
+    def ns(self) -> int:
+        """CLOCK_MONOTONIC ns of the latest record. Only in a host function that is queued behind that record."""
+        return int(self._buffer.array[0])
+
+    def _take(self) -> None:
+        self._buffer.array[0] = time.monotonic_ns()
+
+
+class HostCompletion:
+    """What is known of a host function, see `protocol.Completion`."""
+
+    __slots__ = ("_device", "_done", "_fn", "name")
+
+    def __init__(self, device: "HostDevice", name: str, fn: Callable[[], None]) -> None:
+        self.name = name
+        self._device = device
+        self._fn = fn
+        self._done = False
+
+    def run(self) -> None:
+        """What the stream does when it reaches the host function."""
+        self._fn()
+        self._done = True
+
+    def query(self) -> bool:
+        """Whether it has run. From True on, what the caller does counts as done behind it."""
+        if self._done and self._device.observer is not None:
+            self._device.observer.host_saw(self)
+        return self._done
 
 
 class HostGraph:
@@ -229,6 +264,8 @@ class HostGraph:
 class HostDevice:
     """Streams, events, graphs and memory on a CPU, see `protocol.Device`. `observer` hears of all that is queued."""
 
+    warms_before_capture = False  # what a graph runs was compiled before, whatever its size
+
     def __init__(self, observer: Observer | None = None) -> None:
         self.observer = observer
         self.failed = False
@@ -248,17 +285,21 @@ class HostDevice:
         """A new event, usable inside and outside graphs."""
         return HostEvent(self, name)
 
-    def buffer(self, shape: Sequence[int], dtype: DTypeLike, name: str) -> HostBuffer:
+    def timestamp(self, name: str) -> HostTimestamp:
+        """A new timestamp."""
+        return HostTimestamp(self, name)
+
+    def buffer(self, shape: Sequence[int], dtype: DTypeLike, name: str) -> ArrayBuffer:
         """Zeroed memory of `shape` and `dtype`."""
-        return HostBuffer(name, np.zeros(tuple(shape), dtype))
+        return ArrayBuffer(name, np.zeros(tuple(shape), dtype))
 
-    def pinned(self, array: NDArray[Any], name: str) -> HostBuffer:
+    def pinned(self, array: NDArray[Any], name: str) -> ArrayBuffer:
         """Registers C-contiguous host memory; a CPU needs nothing more than its name."""
-        return HostBuffer(name, array)
+        return ArrayBuffer(name, array)
 
-    def adopt(self, array: NDArray[Any], name: str) -> HostBuffer:
+    def adopt(self, array: NDArray[Any], name: str) -> ArrayBuffer:
         """Memory that somebody else allocated."""
-        return HostBuffer(name, array)
+        return ArrayBuffer(name, array)
 
     def launch(
         self, stream: protocol.Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str
@@ -272,7 +313,23 @@ class HostDevice:
             self.observer.launch(target, name, reads, writes)
         target.put(fn, name=name)
 
-    call = launch  # a CPU has no other place to run a host function
+    def call(
+        self, stream: protocol.Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str
+    ) -> HostCompletion:
+        """Queue a host function. Here the stream's own thread runs it, and what is queued behind it does wait."""
+        target = self.owned(stream)
+        if target.capturing is not None:
+            raise DeviceError(f"host function {name} cannot be part of a graph")
+        completion = HostCompletion(self, name, fn)
+        if self.observer is not None:
+            self.observer.call(target, completion, reads, writes)
+        target.put(completion.run, name=name)
+        return completion
+
+    def host_access(self, *, reads: Regions, writes: Regions, name: str) -> None:
+        """Declare what the calling thread does with pinned memory, or knows that another process did."""
+        if self.observer is not None:
+            self.observer.host_access(name, reads, writes)
 
     @contextmanager
     def capture(self, stream: protocol.Stream) -> Iterator[HostGraph]:

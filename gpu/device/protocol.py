@@ -21,7 +21,6 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from typing import Any, NamedTuple, Protocol
 
-import numpy as np
 from numpy.typing import DTypeLike, NDArray
 
 
@@ -213,8 +212,3 @@ class Device(Protocol):
 
     def close(self) -> None:
         """Run what is queued, then end every stream. No call but `close` is allowed afterwards."""
-
-
-def row_bytes(shape: Sequence[int], dtype: DTypeLike) -> int:
-    """Bytes of one row of the first axis of a C-contiguous array."""
-    return int(np.prod(shape[1:], dtype=np.int64)) * np.dtype(dtype).itemsize

@@ -5,13 +5,16 @@ index, because a wrong entry or page would be a wrong answer for another request
 raise: they return a fault code (see `explain`), since the device needs the message and not a traceback from here.
 """
 
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu.device.protocol import DeviceError
 from gpu.kernels.native import host_kernel, kernel
+from gpu.kernels.step_kernels import PassShape, Rows, Tables
 from shm import records
+from shm.records import StepLayout, StepView
 
 # Planes of a step descriptor. Spelt out here, because compiled kernels outlive a change in another file.
 CHUNK_ENTRY, CHUNK_ROW, CHUNK_START, CHUNK_COUNT, CHUNK_LAST = range(5)
@@ -43,33 +46,6 @@ _FAULTS = {
     NOT_FILLED: "entry {} reaches a position for which the scheduler has reserved no page",
     BAD_SOURCE: "a chunk of entry {} lies outside of its ledger row, or is larger than a step may take",
 }
-
-
-class Tables(NamedTuple):
-    """What a gather reads. The slot and sampling tables are shared with the schedule stream, the relay is not."""
-
-    length: NDArray[np.int32]  # [entries] relay: tokens in the KV cache
-    token: NDArray[np.int32]  # [entries] relay: newest token, not in the cache yet
-    pages: NDArray[np.int32]  # [entries, pages_per_row] slot table
-    real: NDArray[np.float32]  # [3, entries] temperature, top_p, min_p
-    top_k: NDArray[np.int32]  # [entries]
-    seed: NDArray[np.uint64]  # [entries]
-
-
-class Rows(NamedTuple):
-    """What a gather writes: one pass, laid out for the model and the sampler. Private to the step that gathered it."""
-
-    tokens: NDArray[np.int32]  # [tokens]
-    positions: NDArray[np.int32]  # [tokens] of each token in its sequence
-    seqs: NDArray[np.int32]  # [tokens] row of `pages`
-    pages: NDArray[np.int32]  # [rows, pages_per_row] only what the positions of the row reach is valid
-    logit_rows: NDArray[np.int32]  # [samples] index into tokens
-    entries: NDArray[np.int32]  # [samples] relay entry that gets the sampled token
-    lengths: NDArray[np.int32]  # [samples] its new length; 0 for padding
-    places: NDArray[np.int32]  # [samples] position of the token to be sampled
-    real: NDArray[np.float32]  # [3, samples]
-    top_k: NDArray[np.int32]  # [samples]
-    seed: NDArray[np.uint64]  # [samples]
 
 
 def explain(fault: int) -> str:
@@ -146,6 +122,7 @@ def _take_sample(tables: Any, entry: Any, length: Any, sample: Any, rows: Any) -
     rows.entries[sample] = entry
     rows.lengths[sample] = length if entry != PADDING_ENTRY else 0  # padding stays at position 0 for ever
     rows.places[sample] = length
+    rows.counts[sample] = 1
     for k in range(3):
         rows.real[k, sample] = tables.real[k, entry]
     rows.top_k[sample] = tables.top_k[entry]
@@ -168,10 +145,13 @@ def gather_decode(tables: Any, entries: Any, live: Any, padded: Any, rows: Any, 
         rows.tokens[i] = token
         rows.positions[i] = at
         rows.seqs[i] = i
+        rows.starts[i] = i
+        rows.ends[i] = at + 1
         rows.logit_rows[i] = i
         _take_sample(tables, entry, at + 1, i, rows)
         if poison and entry != PADDING_ENTRY:
             tables.token[entry] = -1  # consumed: nobody may read it again before a step stashes the next one
+    rows.starts[padded] = padded
     return OK
 
 
@@ -188,11 +168,13 @@ def gather_chunks(
         fault = _take_pages(tables, entry, start + n - 1, decode + c, rows, page_size)
         if fault != OK:
             return fault
+        rows.ends[decode + c] = start + n
         for j in range(n):
             rows.tokens[token + j] = ids[token - decode + j]
             rows.positions[token + j] = start + j
             rows.seqs[token + j] = decode + c
         token += n
+        rows.starts[decode + c + 1] = token
         if chunks[CHUNK_LAST, c] != 0:
             rows.logit_rows[sample] = token - 1
             _take_sample(tables, entry, start + n, sample, rows)
@@ -201,3 +183,66 @@ def gather_chunks(
             tables.length[entry] = -1  # what an earlier request left here is not to be read
             tables.token[entry] = -1
     return OK
+
+
+class HostStepKernels:
+    """The kernels above behind the contract of `step_kernels.StepKernels`. Arrays are numpy; a fault raises."""
+
+    def __init__(self, layout: StepLayout, *, page_size: int, pages: int, poison: bool) -> None:
+        """pages: of the KV cache, page 0 included. poison: mark relay entries that hold nothing to read."""
+        self._layout = layout
+        self._page_size = page_size
+        self._pages = pages
+        self._poison = poison
+
+    def view(self, descriptor: NDArray[np.int32]) -> StepView:
+        """The sections of a descriptor."""
+        return self._layout.view(descriptor)
+
+    def upload(
+        self,
+        slot: StepView,
+        payload: NDArray[np.int32],
+        descriptor: NDArray[np.int32],
+        plane: NDArray[np.int32],
+        ids: NDArray[np.int32],
+        fault: NDArray[np.int32],
+    ) -> None:
+        """Copy the used part of a descriptor, and the chunks' tokens from the ledger's plane."""
+        ints = slot.used_nbytes // payload.itemsize
+        np.copyto(descriptor[:ints], payload[:ints])
+        fault[0] = OK
+        if slot.n_chunks:
+            _raise(copy_ids(slot.chunks, slot.n_chunks, plane, ids))
+
+    def write_slots(self, step: StepView, count: int, table: Any, fault: Any) -> None:
+        """Apply the slot writes of a step."""
+        _raise(write_slots(table, step.slot_writes, count, self._pages))
+
+    def write_sampling(self, step: StepView, count: int, real: Any, top_k: Any, seed: Any, fault: Any) -> None:
+        """Apply the sampling writes of a step."""
+        _raise(write_sampling(real, top_k, seed, step.sampling, step.sampling_f32, count))
+
+    def gather(self, step: StepView, tables: Tables, ids: Any, rows: Rows, shape: PassShape, fault: Any) -> None:
+        """Lay out the pass of a step."""
+        size, poison = self._page_size, self._poison
+        _raise(gather_decode(tables, step.decode_entries, step.n_decode, shape.decode, rows, size, poison))
+        if shape.chunks:
+            _raise(gather_chunks(tables, step.chunks, shape.chunks, ids, shape.decode, rows, size, poison))
+
+    def publish(self, table: Any, entries: Any, lengths: Any) -> None:
+        """Set the new length of each entry."""
+        table[entries] = lengths
+
+    def stash(self, table: Any, entries: Any, tokens: Any) -> None:
+        """Leave the newest token of each entry for the next step."""
+        table[entries] = tokens
+
+    def deliver(self, outcome: Any, payload: Any, ints: int) -> None:
+        """Copy the outcome of a step to pinned memory."""
+        np.copyto(payload[:ints], outcome[:ints])
+
+
+def _raise(fault: int) -> None:
+    if fault != OK:
+        raise DeviceError(explain(fault))

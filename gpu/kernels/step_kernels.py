@@ -91,9 +91,7 @@ class StepKernels(Protocol):
     def view(self, descriptor: Array) -> Any:
         """What the others take as `step`: descriptor i32[layout.nbytes // 4] on the device."""
 
-    def upload(
-        self, slot: StepView, payload: Array, descriptor: Array, plane: Array, ids: Array, fault: Array
-    ) -> None:
+    def upload(self, slot: StepView, payload: Array, descriptor: Array, plane: Array, ids: Array, fault: Array) -> None:
         """Copy the used part of payload i32[layout.nbytes // 4], whose view on the host is `slot`, to `descriptor`.
 
         The tokens of all chunks go from plane i32[rows, max_len], the ledger's, to ids i32[prefill_chunk], end to end.

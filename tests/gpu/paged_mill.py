@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpu.device.protocol import Device
+from gpu.kernels.host_step import HostStepKernels
 from gpu.lanes import ResultSlot, StepSlot
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
@@ -52,7 +53,9 @@ class PagedMill:
         self.k_cache = np.zeros(pages * page_size, np.int64)
         self.v_cache = np.zeros(pages * page_size, np.int64)
 
-    def forward(self, tokens: Any, positions: Any, seqs: Any, page_rows: Any, logit_rows: Any, logits: Any) -> None:
+    def forward(
+        self, tokens: Any, positions: Any, seqs: Any, page_rows: Any, logit_rows: Any, logits: Any, extents: Any
+    ) -> None:
         def slot(seq: int, position: int) -> int:
             return int(page_rows[seq, position // self.page_size]) * self.page_size + position % self.page_size
 
@@ -128,7 +131,10 @@ class Bench:
         self.device = device
         self.model = PagedMill(config.pages, config.page_size)
         self.ledger = np.zeros((config.rows, config.max_len), np.int32)
-        self.program = StepProgram(device, config, self.model, mill_sample, self.ledger, **options)
+        kernels = HostStepKernels(
+            StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison
+        )
+        self.program = StepProgram(device, config, self.model, kernels, mill_sample, self.ledger, **options)
         self.program.capture()
         self.completed: list[Issued] = []
         self._layout, self._result_layout = StepLayout(config), ResultLayout(config)
@@ -166,7 +172,8 @@ class Bench:
 
     def enqueue(self, slot: StepSlot) -> Issued:
         payload = np.zeros(self._result_layout.nbytes // 4, np.int32)
-        result = ResultSlot(self.device.pinned(payload, "result slot"), self._result_layout.view(payload))
+        times = self.device.timestamp("begin"), self.device.timestamp("end")
+        result = ResultSlot(self.device.pinned(payload, "result slot"), self._result_layout.view(payload), *times)
         issued = Issued(slot, result)
 
         def complete() -> None:

@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from gpu.device.host import HostBuffer, HostDevice
+from gpu.device.buffers import ArrayBuffer
+from gpu.device.host import HostDevice
 from gpu.device.protocol import Regions
 from tests.gpu.paged_mill import Bench, reference, small_config
 
-CLOCKED = {"begin", "end"}  # write the time, which differs from run to run
+CLOCKED = {"begin", "end", "warm-up begin", "warm-up end"}  # write the time, which differs from run to run
 
 
 class AuditDevice(HostDevice):
@@ -24,19 +25,19 @@ class AuditDevice(HostDevice):
 
     def __init__(self, observer: Any = None) -> None:
         super().__init__(observer)
-        self.buffers: list[HostBuffer] = []
+        self.buffers: list[ArrayBuffer] = []
         self.audited: set[str] = set()
         self._one_at_a_time = threading.Lock()  # the lengths stream runs beside the forward stream
 
-    def buffer(self, *args: Any, **kwargs: Any) -> HostBuffer:
+    def buffer(self, *args: Any, **kwargs: Any) -> ArrayBuffer:
         self.buffers.append(super().buffer(*args, **kwargs))
         return self.buffers[-1]
 
-    def pinned(self, *args: Any, **kwargs: Any) -> HostBuffer:
+    def pinned(self, *args: Any, **kwargs: Any) -> ArrayBuffer:
         self.buffers.append(super().pinned(*args, **kwargs))
         return self.buffers[-1]
 
-    def adopt(self, *args: Any, **kwargs: Any) -> HostBuffer:
+    def adopt(self, *args: Any, **kwargs: Any) -> ArrayBuffer:
         self.buffers.append(super().adopt(*args, **kwargs))
         return self.buffers[-1]
 
@@ -78,11 +79,11 @@ class AuditDevice(HostDevice):
             now[:] = first
 
 
-def bytes_of(buffer: HostBuffer) -> np.ndarray[Any, np.dtype[np.uint8]]:
+def bytes_of(buffer: ArrayBuffer) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return buffer.array.reshape(-1).view(np.uint8)
 
 
-def mask(buffer: HostBuffer, regions: Regions) -> np.ndarray[Any, np.dtype[np.bool_]]:
+def mask(buffer: ArrayBuffer, regions: Regions) -> np.ndarray[Any, np.dtype[np.bool_]]:
     out = np.zeros(buffer.nbytes, np.bool_)
     for region in regions:
         if region.buffer is buffer:
@@ -141,7 +142,8 @@ def test_the_step_program_touches_what_it_declares_and_nothing_else(poison: bool
         ("sample", "reads", "batch.places"),
         ("publish", "reads", "lengths0"),
         ("stash", "writes", "relay.token"),
-        ("result", "reads", "sampled1"),
+        ("result", "reads", "outcome1"),
+        ("gather", "writes", "outcome0"),
     ],
 )
 def test_the_audit_sees_a_declaration_that_is_missing(name: str, kind: str, buffer: str) -> None:
@@ -168,6 +170,13 @@ class Log:
         for region in (*reads, *writes):
             assert 0 <= region.lo < region.hi <= region.buffer.nbytes, (name, region)
         self.launches.append((stream.name, name, len(reads), len(writes)))
+
+    def call(self, stream: Any, completion: Any, reads: Regions, writes: Regions) -> None:
+        self.launch(stream, completion.name, reads, writes)
+
+    def host_access(self, name: str, reads: Regions, writes: Regions) -> None: ...
+
+    def host_saw(self, completion: Any) -> None: ...
 
     def record(self, stream: Any, event: Any) -> None:
         self.orders.append(("record", stream.name, event.name))

@@ -255,13 +255,13 @@ def test_lengths_can_be_copied_out_before_the_step_ends(make: Callable[..., Benc
     bench = make(early_lengths=True)
     program = bench.program
     bench.prompt(0, PROMPTS[0])
-    stash, gate = program.relay.stash, Gate()
+    stash, gate = program.kernels.stash, Gate()
 
-    def late_stash(entries: Any, tokens: Any) -> None:
+    def late_stash(*args: Any) -> None:
         gate()
-        stash(entries, tokens)
+        stash(*args)
 
-    program.relay.stash = late_stash  # type: ignore[method-assign]
+    program.kernels.stash = late_stash  # type: ignore[method-assign]
     step = bench.step(slots=bench.fill(1, [1, 2, 3, 4]), chunks=[(1, 0, 0, 3, 1)])
     assert program.early_lengths is not None
     program.early_lengths.out[0].synchronize()

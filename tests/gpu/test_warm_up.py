@@ -41,9 +41,9 @@ def test_it_computes_a_handful_of_tokens(bench: Bench, monkeypatch: pytest.Monke
     passes: list[tuple[int, int]] = []
     forward = bench.model.forward
 
-    def counted(tokens: Any, positions: Any, seqs: Any, page_rows: Any, logit_rows: Any, logits: Any) -> None:
+    def counted(tokens: Any, positions: Any, seqs: Any, page_rows: Any, logit_rows: Any, *rest: Any) -> None:
         passes.append((len(tokens), len(logit_rows)))
-        forward(tokens, positions, seqs, page_rows, logit_rows, logits)
+        forward(tokens, positions, seqs, page_rows, logit_rows, *rest)
 
     monkeypatch.setattr(bench.model, "forward", counted)
     WarmUp(bench.device, bench.config, bench.program).run()

@@ -10,6 +10,7 @@ import pytest
 
 from gpu.device.host import HostDevice
 from gpu.device.protocol import DeviceError
+from gpu.kernels.host_step import HostStepKernels
 from gpu.step import StepProgram
 from gpu.warm_up import WarmUp
 from procs.executor import Executor
@@ -60,7 +61,10 @@ class Rig:
         """A fresh device and executor on the same rings, as after a restart."""
         self.device = HostDevice()
         model = PagedMill(self.config.pages, self.config.page_size)
-        self.program = StepProgram(self.device, self.config, model, mill_sample, self.ledger)
+        kernels = HostStepKernels(
+            StepLayout(self.config), page_size=self.config.page_size, pages=self.config.pages, poison=False
+        )
+        self.program = StepProgram(self.device, self.config, model, kernels, mill_sample, self.ledger)
         WarmUp(self.device, self.config, self.program).run()
         self.executor = Executor(
             self.config,

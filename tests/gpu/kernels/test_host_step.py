@@ -8,8 +8,6 @@ from hypothesis import strategies as st
 
 from gpu.kernels.host_step import (
     OK,
-    Rows,
-    Tables,
     copy_ids,
     explain,
     gather_chunks,
@@ -17,6 +15,7 @@ from gpu.kernels.host_step import (
     write_sampling,
     write_slots,
 )
+from gpu.kernels.step_kernels import Rows, Tables
 
 PAGE, ENTRIES, PER_ROW, TOKENS = 4, 7, 5, 60
 CAP = PAGE * PER_ROW
@@ -46,10 +45,13 @@ def rows() -> Rows:
         positions=ints(TOKENS),
         seqs=ints(TOKENS),
         pages=ints(2 * ENTRIES, PER_ROW),
+        starts=ints(2 * ENTRIES + 1),
+        ends=ints(2 * ENTRIES),
         logit_rows=ints(2 * ENTRIES),
         entries=ints(2 * ENTRIES),
         lengths=ints(2 * ENTRIES),
         places=ints(2 * ENTRIES),
+        counts=ints(2 * ENTRIES),
         real=np.zeros((3, 2 * ENTRIES), np.float32),
         top_k=ints(2 * ENTRIES),
         seed=np.zeros(2 * ENTRIES, np.uint64),
@@ -93,6 +95,7 @@ def test_a_gather_lays_out_decode_rows_padding_and_chunks(seed: int, data: st.Da
         used = at // PAGE + 1
         assert (r.pages[i, :used] == before.pages[entry, :used]).all()
         assert (r.pages[i, used:] == -7).all()
+        assert (r.starts[i], r.ends[i]) == (i, at + 1)
         same_sample(before, r, i, entry, at + 1)
     token, sample = padded, padded
     for c in range(n_chunks):
@@ -100,6 +103,7 @@ def test_a_gather_lays_out_decode_rows_padding_and_chunks(seed: int, data: st.Da
         assert r.tokens[token : token + count].tolist() == ids[token - padded : token - padded + count].tolist()
         assert r.positions[token : token + count].tolist() == list(range(start, start + count))
         assert (r.seqs[token : token + count] == padded + c).all()
+        assert (r.starts[padded + c], r.ends[padded + c]) == (token, start + count)
         used = (start + count - 1) // PAGE + 1
         assert (r.pages[padded + c, :used] == before.pages[entry, :used]).all()
         token += count
@@ -107,6 +111,9 @@ def test_a_gather_lays_out_decode_rows_padding_and_chunks(seed: int, data: st.Da
             assert r.logit_rows[sample] == token - 1
             same_sample(before, r, sample, entry, start + count)
             sample += 1
+    assert r.starts[padded + n_chunks] == token
+    assert (r.counts[:sample] == 1).all()
+    assert (r.counts[sample:] == -7).all()
     assert (r.tokens[token:] == -7).all()
     assert (r.entries[sample:] == -7).all()
 
