@@ -13,8 +13,7 @@ from typing import Any
 import numpy as np
 
 from gpu.device.protocol import Buffer, Device, DeviceError, Event, Regions, Timestamp
-from gpu.kernels.host_step import OK, explain
-from gpu.kernels.step_kernels import Array, StepKernels
+from gpu.kernels.step_kernels import OK, Array, StepKernels, explain
 from shm.config import ServerConfig
 from shm.limits import STEPS_IN_FLIGHT
 from shm.records import RESULT_FAULT, ResultLayout, ResultView, StepLayout, StepView

@@ -12,7 +12,20 @@ from numpy.typing import NDArray
 
 from gpu.device.protocol import DeviceError
 from gpu.kernels.native import host_kernel, kernel
-from gpu.kernels.step_kernels import PassShape, Rows, Tables
+from gpu.kernels.step_kernels import (
+    BAD_ENTRY,
+    BAD_PAGE,
+    BAD_POSITION,
+    BAD_SOURCE,
+    FAULT_BITS,
+    NOT_FILLED,
+    NOT_PUBLISHED,
+    OK,
+    PassShape,
+    Rows,
+    Tables,
+    explain,
+)
 from shm import records
 from shm.records import StepLayout, StepView
 
@@ -35,27 +48,10 @@ assert (records.SAMPLING_SEED_LO, records.SAMPLING_SEED_HI) == (SAMPLING_SEED_LO
 PADDING_ENTRY = 0
 PADDING_PAGE = 0
 
-OK = 0
-BAD_ENTRY, BAD_PAGE, BAD_POSITION, NOT_PUBLISHED, NOT_FILLED, BAD_SOURCE = 1, 2, 3, 4, 5, 6
-_FAULT_BITS = 8
-_FAULTS = {
-    BAD_ENTRY: "entry {} does not exist",
-    BAD_PAGE: "a slot write for entry {} names a page or an index that does not exist, or the padding page",
-    BAD_POSITION: "entry {} has reached a position past the end of its slot table row",
-    NOT_PUBLISHED: "entry {} is read before a step has published its length and token",
-    NOT_FILLED: "entry {} reaches a position for which the scheduler has reserved no page",
-    BAD_SOURCE: "a chunk of entry {} lies outside of its ledger row, or is larger than a step may take",
-}
-
-
-def explain(fault: int) -> str:
-    """The sentence for a fault code other than OK."""
-    return _FAULTS[fault & ((1 << _FAULT_BITS) - 1)].format(fault >> _FAULT_BITS)
-
 
 @kernel
 def _fault(code: Any, entry: Any) -> int:
-    return int(code | (entry << _FAULT_BITS))
+    return int(code | (entry << FAULT_BITS))
 
 
 @host_kernel

@@ -14,6 +14,24 @@ from shm.records import CHUNK_COUNT, CHUNK_LAST, StepView
 
 Array = Any  # numpy.ndarray or torch.Tensor
 
+# What a kernel finds wrong with a descriptor: a code, with the entry in the bits above it.
+OK = 0
+BAD_ENTRY, BAD_PAGE, BAD_POSITION, NOT_PUBLISHED, NOT_FILLED, BAD_SOURCE = 1, 2, 3, 4, 5, 6
+FAULT_BITS = 8
+_FAULTS = {
+    BAD_ENTRY: "entry {} does not exist",
+    BAD_PAGE: "a slot write for entry {} names a page or an index that does not exist, or the padding page",
+    BAD_POSITION: "entry {} has reached a position past the end of its slot table row",
+    NOT_PUBLISHED: "entry {} is read before a step has published its length and token",
+    NOT_FILLED: "entry {} reaches a position for which the scheduler has reserved no page",
+    BAD_SOURCE: "a chunk of entry {} lies outside of its ledger row, or is larger than a step may take",
+}
+
+
+def explain(fault: int) -> str:
+    """The sentence for a fault code other than OK."""
+    return _FAULTS[fault & ((1 << FAULT_BITS) - 1)].format(fault >> FAULT_BITS)
+
 
 class Tables(NamedTuple):
     """What a gather reads. The slot and sampling tables are shared with the schedule stream, the relay is not."""
