@@ -235,12 +235,14 @@ class HostLlama:
         page_rows: Int32,
         logit_rows: Int32,
         logits: npt.NDArray[np.float32],
+        extents: Any = None,
     ) -> None:
         """Run T tokens, write their keys and values, and fill `logits`.
 
         tokens, positions, seqs (row of page_rows): int32 [T]; page_rows: int32 [R, pages_per_row]; logit_rows (rows of
         the pass): int32 [S]; logits: float32 [S, vocab]. All contiguous. Token t attends keys 0..positions[t] of its
-        own sequence, those of this pass included. Raises ValueError, before anything runs, for a number out of range.
+        own sequence, those of this pass included. extents: for models that work sequence by sequence, which this one
+        does not. Raises ValueError, before anything runs, for a number out of range.
         """
         count, wanted = len(tokens), len(logit_rows)
         arrays = (tokens, positions, seqs, page_rows, logit_rows)
