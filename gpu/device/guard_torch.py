@@ -128,7 +128,9 @@ class _Operators(TorchDispatchMode):  # type: ignore[misc]
         self._check(func, args, kwargs)
         result = func(*args, **kwargs)
         for leaf in tree_leaves(result):
-            if isinstance(leaf, torch.Tensor):
+            if (
+                isinstance(leaf, torch.Tensor) and func.overloadpacket.__name__ != "copy_"
+            ):  # its target stays what it is
                 setattr(leaf, _MARK, True)
         return result
 
