@@ -198,7 +198,8 @@ class StepProgram:
         publish = (relay.length.array, arrays.entries, arrays.lengths)
         stash = (relay.token.array, arrays.entries, arrays.sampled)
         launch("publish", kernels.publish, *publish, reads=(entries, lengths), writes=(relay.length.region(),))
-        lane.published.record(stream)  # SYNC lengths-published
+        if self.early_lengths is not None:
+            lane.published.record(stream)  # SYNC lengths-published
         launch("stash", kernels.stash, *stash, reads=(entries, *sampled), writes=(relay.token.region(),))
 
     def _deliver(

@@ -56,6 +56,7 @@ def bench_config(rows: int, steps: int) -> ServerConfig:
         rope_scaling=None,
         rms_eps=1e-5,
         tie_word_embeddings=True,
+        qk_norm=False,
         eos_token_ids=(2,),
         bos_token_id=None,
     )

@@ -214,7 +214,6 @@ def test_the_observer_hears_the_same_step_from_a_graph_as_from_single_launches()
         ("record", "schedule", "staged"),
         ("wait", "forward", "staged"),
         ("record", "forward", "fence"),
-        ("record", "forward", "published"),
         ("record", "forward", "done"),
         ("wait", "copy", "done"),
         ("record", "copy", "left"),

@@ -1,0 +1,170 @@
+"""Everything that only a GPU can answer, in one command: `python -m tools.gpu_check --out report.json`.
+
+Runs from the source tree on a bare machine with Python, torch and triton; nothing is installed and nothing is fetched.
+Every part is a process of its own with a time limit, so a part that fails, hangs or breaks the device hides no other.
+With `--device host` the same parts run on the host device, as far as each has a meaning there; so this is tested code.
+Exits with 1 if a part failed.
+
+Owns the list of parts, their processes and the report. It measures nothing itself.
+"""
+
+import argparse
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parent.parent
+STANDINS = Path(__file__).with_name("standins")
+GREEDY = ROOT / "tests" / "data" / "smollm2_greedy.jsonl"
+TAIL_CHARS = 2000
+
+
+@dataclass(frozen=True)
+class Part:
+    """One process of the check."""
+
+    name: str
+    module: str
+    what: str
+    seconds: int  # after which it has failed
+    needs_model: bool = False
+    interpreted: bool = False  # on the host, Triton's kernels run in its interpreter
+
+
+PARTS = (
+    Part("environment", "tools.gpu_check_device", "versions, device, limits", 60),
+    Part("rings", "tools.gpu_check_device", "shared memory registered, results written into it by the device", 60),
+    Part("graphs", "tools.gpu_check_device", "capture and replay with events inside, streams that overlap", 60),
+    Part(
+        "kernels", "tools.gpu_check_kernels", "every Triton kernel against its plain reference", 240, interpreted=True
+    ),
+    Part("step", "tools.gpu_check_step", "the step program: right tokens, every edge dropped in turn", 180),
+    Part("greedy", "tools.gpu_check_serving", "the greedy file in float32, token by token", 180, needs_model=True),
+    Part("speed", "tools.gpu_check_serving", "tokens/s and gaps at 1 to 64 at once, overlap on and off", 300, True),
+    Part("speed-qwen3", "tools.gpu_check_serving", "the same on random weights of Qwen3-0.6B's shape", 300),
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What every part is told."""
+
+    device: str  # "cuda" or "host"
+    model: str | None  # GGUF file or folder of SmolLM2-135M-Instruct
+    greedy: str  # the greedy file
+    quick: bool  # as little as shows that everything runs
+    lines: int  # of the greedy file
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What came of one part."""
+
+    part: str
+    status: str  # "passed", "failed", "skipped"
+    seconds: float
+    figures: dict[str, Any]
+    reason: str = ""
+
+
+def run_part(part: Part, options: Options, seconds: float) -> Outcome:
+    """Run one part in a process of its own, for at most `seconds`."""
+    if part.needs_model and options.model is None:
+        return Outcome(part.name, "skipped", 0.0, {}, "no model was given (--model)")
+    begin_s = time.monotonic()
+    with tempfile.TemporaryDirectory() as folder, standins() as path:
+        written = Path(folder, "figures.json")
+        command = [sys.executable, "-m", part.module, part.name, json.dumps(asdict(options)), str(written)]
+        env = os.environ | {"PYTHONPATH": path}
+        env.pop("TRITON_INTERPRET", None)
+        if part.interpreted and options.device == "host":
+            env["TRITON_INTERPRET"] = "1"
+        reason = _run(command, env, min(seconds, part.seconds))
+        figures = json.loads(written.read_text()) if written.exists() else {}
+    status = "passed" if not reason else "failed"
+    return Outcome(part.name, status, round(time.monotonic() - begin_s, 1), figures, reason)
+
+
+def _run(command: Sequence[str], env: dict[str, str], seconds: float) -> str:
+    """Why the process failed; empty if it did not. What it prints goes to our stderr's reader only if it fails."""
+    with tempfile.TemporaryFile() as output:
+        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        try:
+            status = process.wait(seconds)
+            reason = f"exit status {status}" if status else ""
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            reason = f"not done after {seconds:.0f} s"
+        if not reason:
+            return ""
+        output.seek(0)
+        return f"{reason}: {output.read().decode(errors='replace')[-TAIL_CHARS:].strip()}"
+
+
+@contextlib.contextmanager
+def standins() -> Iterator[str]:
+    """A module path that has our packages, and stand-ins for the packages that are missing here and only for those."""
+    with tempfile.TemporaryDirectory() as folder:
+        for file in STANDINS.glob("*.py"):
+            if file.stem != "__init__" and find_spec(file.stem) is None:
+                Path(folder, file.name).write_bytes(file.read_bytes())
+        yield os.pathsep.join(filter(None, (str(ROOT), folder, os.environ.get("PYTHONPATH"))))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the parts, print what came of them, write the report; return the exit status."""
+    options, names, out, seconds = _arguments(argv)
+    begin_s = time.monotonic()
+    outcomes = []
+    for part in PARTS:
+        if names and part.name not in names:
+            continue
+        left = seconds - (time.monotonic() - begin_s)
+        print(f"{part.name:12s} {part.what} ...", flush=True)
+        if left <= 0:
+            outcome = Outcome(part.name, "failed", 0.0, {}, f"the {seconds} s for all parts are over")
+        else:
+            outcome = run_part(part, options, left)
+        outcomes.append(outcome)
+        print(f"{part.name:12s} {outcome.status} in {outcome.seconds:.1f} s {outcome.reason}", flush=True)
+        for name, value in outcome.figures.items():
+            print(f"    {name}: {value}", flush=True)
+        out.write_text(json.dumps({"options": asdict(options), "parts": [asdict(o) for o in outcomes]}, indent=1))
+    failed = [outcome.part for outcome in outcomes if outcome.status == "failed"]
+    took = time.monotonic() - begin_s
+    print(f"{len(outcomes)} parts in {took:.0f} s, failed: {', '.join(failed) or 'none'}; report: {out}")
+    return 1 if failed else 0
+
+
+def _arguments(argv: Sequence[str] | None) -> tuple[Options, set[str], Path, int]:
+    parser = argparse.ArgumentParser(prog="python -m tools.gpu_check", description=__doc__.split("\n", 1)[0])
+    parser.add_argument("--out", type=Path, default=Path("report.json"), help="where the report goes")
+    parser.add_argument("--device", choices=("cuda", "host"), default="cuda")
+    parser.add_argument("--model", help="SmolLM2-135M-Instruct: a GGUF file, or a folder with safetensors")
+    parser.add_argument("--greedy", default=str(GREEDY), help="the greedy file")
+    parser.add_argument("--lines", type=int, default=1000, help="of the greedy file")
+    parser.add_argument("--quick", action="store_true", help="as little as shows that everything runs")
+    parser.add_argument("--seconds", type=int, default=470, help="for all parts together")
+    parser.add_argument("--part", action="append", default=[], choices=[part.name for part in PARTS])
+    given = parser.parse_args(argv)
+    model = None if given.model is None else str(Path(given.model).absolute())
+    if model is not None and not Path(model).exists():
+        parser.error(f"--model: {model} does not exist")
+    if not Path(given.greedy).is_file():
+        parser.error(f"--greedy: {given.greedy} does not exist")
+    options = Options(given.device, model, str(Path(given.greedy).absolute()), given.quick, given.lines)
+    return options, set(given.part), given.out.absolute(), given.seconds
+
+
+if __name__ == "__main__":
+    sys.exit(main())
