@@ -1,0 +1,46 @@
+"""How a pass of paged attention is cut into programs on CUDA, decided from the shapes that the host knows.
+
+Owns sizes of tiles, numbers of splits, and the working memory that follows from them. Never sees a length, and knows
+no Triton: the kernels are in `triton_attention`.
+"""
+
+from typing import NamedTuple
+
+QUERY_TILES = (16, 32, 64)  # tokens x query heads of a group; 16 is the least that tensor cores take
+PROGRAMS = 512  # enough for every multiprocessor of a large GPU to have several
+SPLITS_MAX = 32
+SPLIT_KEYS = 256  # fewer keys are not worth a split
+
+
+class Cut(NamedTuple):
+    """How a pass is cut into programs, decided from shapes alone."""
+
+    queries: int  # tile: tokens x query heads of one key/value head
+    blocks: int  # of all rows
+    row_blocks: int  # of each row, if all rows have the same; otherwise 0
+    splits: int  # power of two
+
+    @classmethod
+    def of(cls, tokens: int, rows: int, longest: int, group: int, kv_heads: int, context: int) -> "Cut":
+        """The cut of a pass over `tokens` of `rows` rows, with up to `longest` tokens and `context` keys each."""
+        queries = next((size for size in QUERY_TILES if size >= longest * group), QUERY_TILES[-1])
+        at_once = queries // group
+        row_blocks = -(-longest // at_once) if rows * longest == tokens else 0
+        blocks = rows * row_blocks or tokens // at_once + rows
+        splits = min(SPLITS_MAX, PROGRAMS // (blocks * kv_heads), -(-context // SPLIT_KEYS))
+        return cls(queries, blocks, row_blocks, 1 << max(0, splits.bit_length() - 1))
+
+
+def scratch_floats(dim: int) -> int:
+    """Working memory of a PagedAttention in float32, whatever the pass: splits are made only of few programs."""
+    return PROGRAMS * QUERY_TILES[-1] * (dim + 2)
+
+
+def loop_of(queries: int, dim: int, itemsize: int) -> tuple[int, int]:
+    """Keys of one step of the loop, and warps: as much as the registers hold for a tile of `queries`.
+
+    Products of float32 are made by the ordinary units, which take all operands from registers.
+    """
+    if itemsize == 4:
+        return min(64, 2048 // dim), 8 if queries == 64 else 4
+    return 32 if queries * dim >= 8192 else 64, 4
