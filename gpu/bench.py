@@ -37,6 +37,7 @@ SHAPE = ModelInfo(
     rope_scaling=None,
     rms_eps=1e-5,
     tie_word_embeddings=True,
+    qk_norm=False,
     eos_token_ids=(2,),
     bos_token_id=1,
 )

@@ -2,8 +2,8 @@
 
 Owns the reading of the architecture: GGUF metadata, or config.json and generation_config.json of a folder in Hugging
 Face layout. Everything that would make the server compute something else than the model was trained for (a window,
-biases, another activation, an unknown rotary scaling, another architecture) is refused with one line; nothing is
-ignored. Never reads the numbers in a weight, only the table of tensors.
+biases, experts, another activation, an unknown rotary scaling, another architecture) is refused with one line; nothing
+is ignored. Never reads the numbers in a weight, only the table of tensors.
 """
 
 from __future__ import annotations
@@ -22,6 +22,10 @@ from shm.tensor_map import ModelError, TensorEntry, check_tensors, gguf_name, ll
 PICKLE_SUFFIXES = frozenset({".bin", ".pt", ".pth", ".pkl", ".ckpt"})
 ROPE_FREQUENCIES = "rope_freqs.weight"
 LAYERS_MAX, SIZE_MAX = 4096, 1 << 24
+# Names in config.json, as architecture or as model type.
+_LLAMA = frozenset({"LlamaForCausalLM", "MistralForCausalLM", "llama"})
+_QWEN3 = frozenset({"Qwen3ForCausalLM", "qwen3"})
+_QWEN3_HEAD_DIM = 128  # of a Qwen3 that says nothing; a Llama's is hidden_size / num_attention_heads
 
 # What each supported kind of rotary scaling needs to say.
 _ROPE_SCALING_KEYS = {
@@ -50,7 +54,8 @@ def read_model_info(path: str | Path, name: str | None = None) -> ModelInfo:
     known = {gguf_name(hf_name) if info.format == "gguf" else hf_name for hf_name in llama_tensors(info)}
     for entry in entries:
         if entry not in known and not entry.endswith(ignored):
-            raise ModelError(f"{path}: tensor {entry} is not part of a plain Llama; this model is not supported")
+            family = "Qwen3" if info.qk_norm else "Llama"
+            raise ModelError(f"{path}: tensor {entry} is not part of a plain {family}; this model is not supported")
     return info
 
 
@@ -98,6 +103,7 @@ def _from_gguf(path: Path, name: str) -> tuple[ModelInfo, dict[str, TensorEntry]
             "llama.attention.layer_norm_rms_epsilon", file.real("llama.attention.layer_norm_rms_epsilon")
         ),
         tie_word_embeddings="output.weight" not in file.tensors,
+        qk_norm=False,
         eos_token_ids=sizes.token_ids(
             "tokenizer.ggml.eos_token_id", [file.integer(key, -1) for key in eos_keys], vocab_size
         ),
@@ -126,7 +132,7 @@ def _gguf_rope_scaling(file: GgufFile, head_dim: int) -> dict[str, Any] | None:
 
 def _from_folder(folder: Path, name: str) -> tuple[ModelInfo, dict[str, TensorEntry], tuple[str, ...]]:
     config = read_json(folder / "config.json")
-    _check_architecture(folder, config)
+    is_qwen3 = _check_architecture(folder, config)
     check_tokenizer(folder)
     if not (folder / INDEX_FILE).exists() and not (folder / SINGLE_FILE).exists():
         pickles = any(file.suffix in PICKLE_SUFFIXES for file in folder.iterdir())
@@ -156,12 +162,13 @@ def _from_folder(folder: Path, name: str) -> tuple[ModelInfo, dict[str, TensorEn
         num_layers=integer("num_hidden_layers", largest=LAYERS_MAX),
         num_heads=heads,
         num_kv_heads=sizes.heads(heads, integer("num_key_value_heads", heads)),
-        head_dim=sizes.even("head_dim", integer("head_dim", hidden // heads)),
+        head_dim=sizes.even("head_dim", integer("head_dim", _QWEN3_HEAD_DIM if is_qwen3 else hidden // heads)),
         intermediate_size=integer("intermediate_size"),
         rope_theta=rope_theta,
         rope_scaling=rope_scaling,
         rms_eps=sizes.positive("rms_norm_eps", config.get("rms_norm_eps", 1e-6)),
         tie_word_embeddings=config.get("tie_word_embeddings") is True,
+        qk_norm=is_qwen3,
         eos_token_ids=sizes.token_ids("eos_token_id", eos_ids, vocab_size),
         bos_token_id=bos_id if type(bos_id) is int and 0 <= bos_id < vocab_size else None,
     )
@@ -169,19 +176,29 @@ def _from_folder(folder: Path, name: str) -> tuple[ModelInfo, dict[str, TensorEn
     return info, read_folder(folder), ignored
 
 
-def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
-    architectures = config.get("architectures") or [config.get("model_type")]
-    if not isinstance(architectures, list) or not {"LlamaForCausalLM", "MistralForCausalLM", "llama"}.intersection(
-        map(str, architectures)
-    ):
-        listed = ", ".join(map(str, architectures)) if isinstance(architectures, list) else architectures
-        raise ModelError(f"{folder}: architecture {listed} is not supported (LlamaForCausalLM is)")
+def _check_architecture(folder: Path, config: dict[str, Any]) -> bool:
+    """Raise ModelError for whatever is neither a plain Llama nor a plain Qwen3; return whether it is a Qwen3."""
+    named = config.get("architectures") or [config.get("model_type")]
+    architectures = set(map(str, named)) if isinstance(named, list) else {str(named)}
+    if any(config.get(key) for key in ("num_experts", "num_local_experts")):
+        raise ModelError(f"{folder}: mixture-of-experts models are not supported")
+    if not architectures & (_LLAMA | _QWEN3):
+        listed = ", ".join(sorted(architectures))
+        raise ModelError(
+            f"{folder}: architecture {listed} is not supported (LlamaForCausalLM and Qwen3ForCausalLM are)"
+        )
+    is_qwen3 = not architectures & _LLAMA
     window, context = config.get("sliding_window"), config.get("max_position_embeddings")
     window_binds = window is not None and not (
         isinstance(window, int) and isinstance(context, int) and window >= context
     )
+    layers = config.get("layer_types")
+    is_full = layers is None or (isinstance(layers, list) and all(kind == "full_attention" for kind in layers))
     refused = {
-        "sliding_window": window_binds,
+        # A Qwen3 has a window that it does not use unless it says so.
+        "sliding_window": window_binds and (not is_qwen3 or config.get("use_sliding_window", False) is not False),
+        "layer_types": not is_full,
+        "attention_bias": config.get("attention_bias") not in (None, False),
         "quantization_config": config.get("quantization_config") is not None,
         "hidden_act": config.get("hidden_act", "silu") != "silu",
         "partial_rotary_factor": config.get("partial_rotary_factor", 1.0) != 1.0,
@@ -189,6 +206,7 @@ def _check_architecture(folder: Path, config: dict[str, Any]) -> None:
     for key, is_refused in refused.items():
         if is_refused:
             raise ModelError(f"{folder}: config.json asks for {key} = {config[key]!r}, which is not supported")
+    return is_qwen3
 
 
 def _rope(folder: Path, config: dict[str, Any]) -> tuple[float, dict[str, Any] | None]:

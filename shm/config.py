@@ -17,6 +17,9 @@ import orjson
 
 from shm import limits
 
+# What each device computes in; its default comes first.
+DTYPES = {"host": ("int8", "bfloat16", "float32"), "cuda": ("bfloat16", "float32")}
+
 
 class ConfigError(ValueError):
     """An option that cannot be. `option` is the name of the field, `message` says what is wrong with its value."""
@@ -75,6 +78,7 @@ class ModelInfo(_Json):
     rope_scaling: dict[str, Any] | None
     rms_eps: float
     tie_word_embeddings: bool
+    qk_norm: bool  # every head of queries and keys is normed before it is rotated
     eos_token_ids: tuple[int, ...]
     bos_token_id: int | None
 
@@ -109,7 +113,7 @@ class ServerConfig(_Json):
     served_model_name: str
     host: str
     port: int
-    device: Literal["host"] = "host"
+    device: Literal["host", "cuda"] = "host"
     dtype: Literal["int8", "float32", "bfloat16"] = "int8"
     overlap: bool = True
     max_running: int = 64
@@ -123,12 +127,19 @@ class ServerConfig(_Json):
     window: int = 1
     threads: int  # of the host device, for computing
     poison: bool = False  # debugging: relay entries with nothing to read are marked, and reading one is an error
+    check_order: bool = False  # debugging: every access on the device is checked for the order that it needs
 
     def __post_init__(self) -> None:
         _check_types(self)
         for option in ("served_model_name", "host"):
             _require(bool(getattr(self, option)), option, "must not be empty")
         _require(self.api_key != "", "api_key", "must not be empty")
+        dtypes = DTYPES[self.device]
+        _require(
+            self.dtype in dtypes,
+            "dtype",
+            f"must be one of {', '.join(dtypes)} on the device {self.device}, got {self.dtype!r}",
+        )
         _check_range(self, "port", 0, 65535)
         _check_range(self, "max_running", 1, limits.MAX_RUNNING_MAX)
         _check_range(self, "max_queued", 0, limits.MAX_QUEUED_MAX)

@@ -1,7 +1,7 @@
-"""Read-only memory maps of model files: what a tensor is, and which tensors a Llama has.
+"""Read-only memory maps of model files: what a tensor is, and which tensors a Llama or a Qwen3 has.
 
 Owns the tensor record that the GGUF and the safetensors parser produce, the element types that the server reads, and
-the names and shapes of a Llama's tensors in both formats. Maps files shared and read-only, so that every process that
+the names and shapes of a model's tensors in both formats. Maps files shared and read-only, so that every process that
 looks at a model uses the same page cache. Never writes to a file, never converts a tensor (gpu.models.weights does),
 and never trusts a length or an offset that a file states: what does not fit is a ModelError with one clear line.
 """
@@ -110,7 +110,10 @@ def gguf_name(hf_name: str) -> str:
 
 
 def llama_tensors(info: ModelInfo) -> dict[str, tuple[int, ...]]:
-    """HF name -> shape (rows, columns) of every tensor that the model needs; lm_head only where it is not tied."""
+    """HF name -> shape (rows, columns) of every tensor that the model needs: a Llama's, with qk_norm a Qwen3's.
+
+    lm_head only where it is not tied.
+    """
     hidden, q_width, kv_width = info.hidden_size, info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
     layer: dict[str, tuple[int, ...]] = {
         "input_layernorm.weight": (hidden,),
@@ -123,6 +126,8 @@ def llama_tensors(info: ModelInfo) -> dict[str, tuple[int, ...]]:
         "mlp.up_proj.weight": (info.intermediate_size, hidden),
         "mlp.down_proj.weight": (hidden, info.intermediate_size),
     }
+    if info.qk_norm:
+        layer |= {"self_attn.q_norm.weight": (info.head_dim,), "self_attn.k_norm.weight": (info.head_dim,)}
     tensors: dict[str, tuple[int, ...]] = {EMBEDDING: (info.vocab_size, hidden)}
     for index in range(info.num_layers):
         tensors |= {f"model.layers.{index}.{part}": shape for part, shape in layer.items()}

@@ -1,9 +1,10 @@
-"""Tiny random Llama models for tests, in both formats that the server reads.
+"""Tiny random Llama and Qwen3 models for tests, in the formats that the server reads.
 
-Use from any test: `from tests.model_factory import TinyLlama`.
+Use from any test: `from tests.model_factory import TinyLlama, TinyQwen3`.
 
     TinyLlama(seed=0).write_hf(tmp_path / "hf")          -> Path of a folder in Hugging Face layout
     TinyLlama(seed=0).write_gguf(tmp_path / "m.gguf")    -> Path of the same model (weights, tokenizer) as one GGUF file
+    TinyQwen3(seed=0).write_hf(tmp_path / "qwen")        -> Path of a folder; heads of 32, normed, and no GGUF form
 
 Defaults: hidden 64, 2 layers, 4 heads over 2 KV heads of 16, intermediate 128, context 512, vocabulary 304 (byte-level
 BPE: ids 0..2 = <|endoftext|> (bos), <|im_start|>, <|im_end|> (eos); 256 bytes; 45 merges), a ChatML template, eos ids
@@ -17,6 +18,7 @@ import json
 import struct
 from dataclasses import dataclass
 from pathlib import Path
+from typing import ClassVar
 
 import gguf
 import numpy as np
@@ -63,6 +65,8 @@ class TinyLlama:
     rope_theta: float = 10000.0
     tied: bool = False
 
+    qk_norm: ClassVar[bool] = False
+
     @property
     def head_dim(self) -> int:
         return self.hidden // self.heads
@@ -70,7 +74,7 @@ class TinyLlama:
     def weights(self) -> dict[str, NDArray[np.float32]]:
         """HF name -> float32 array in HF layout."""
         rng = np.random.default_rng(self.seed)
-        kv_width = self.kv_heads * self.head_dim
+        q_width, kv_width = self.heads * self.head_dim, self.kv_heads * self.head_dim
         vocab_size = len(vocabulary())
 
         def linear(rows: int, columns: int, gain: float = 1.0) -> NDArray[np.float32]:
@@ -84,15 +88,19 @@ class TinyLlama:
             prefix = f"model.layers.{layer}."
             tensors |= {
                 prefix + "input_layernorm.weight": norm(),
-                prefix + "self_attn.q_proj.weight": linear(self.hidden, self.hidden, gain=2.0),
+                prefix + "self_attn.q_proj.weight": linear(q_width, self.hidden, gain=2.0),
                 prefix + "self_attn.k_proj.weight": linear(kv_width, self.hidden, gain=2.0),
                 prefix + "self_attn.v_proj.weight": linear(kv_width, self.hidden),
-                prefix + "self_attn.o_proj.weight": linear(self.hidden, self.hidden, gain=2.0),
+                prefix + "self_attn.o_proj.weight": linear(self.hidden, q_width, gain=2.0),
                 prefix + "post_attention_layernorm.weight": norm(),
                 prefix + "mlp.gate_proj.weight": linear(self.intermediate, self.hidden),
                 prefix + "mlp.up_proj.weight": linear(self.intermediate, self.hidden),
                 prefix + "mlp.down_proj.weight": linear(self.hidden, self.intermediate, gain=2.0),
             }
+            if self.qk_norm:
+                for name in ("q_norm", "k_norm"):  # uneven, so that no element can stand for another
+                    values = 1.5 + 0.5 * rng.standard_normal(self.head_dim)
+                    tensors[f"{prefix}self_attn.{name}.weight"] = values.astype(np.float32)
         tensors["model.norm.weight"] = norm()
         if not self.tied:
             tensors["lm_head.weight"] = linear(vocab_size, self.hidden, gain=4.0)
@@ -182,6 +190,32 @@ class TinyLlama:
             return array
         halves = array.reshape(heads, 2, self.head_dim // 2, self.hidden)
         return np.ascontiguousarray(halves.swapaxes(1, 2).reshape(array.shape))
+
+
+@dataclass(frozen=True)
+class TinyQwen3(TinyLlama):
+    """A Qwen3: normed queries and keys, and heads whose size has nothing to do with the hidden size."""
+
+    head_size: int = 32
+
+    qk_norm: ClassVar[bool] = True
+
+    @property
+    def head_dim(self) -> int:
+        return self.head_size
+
+    def config(self) -> dict[str, object]:
+        """The content of config.json."""
+        return {
+            **super().config(),
+            "architectures": ["Qwen3ForCausalLM"],
+            "model_type": "qwen3",
+            "head_dim": self.head_dim,
+            "attention_bias": False,
+            "use_sliding_window": False,
+            "sliding_window": None,
+            "max_window_layers": self.layers,
+        }
 
 
 def gguf_name(hf_name: str) -> str:

@@ -1,4 +1,4 @@
-"""A llama-like model on the host: weights, cache pool and working memory, and the call that runs a pass.
+"""A Llama or Qwen3 on the host: weights, cache pool and working memory, and the call that runs a pass.
 
 Owns every buffer that a pass touches. It decides nothing about which tokens run. A row's result is the same bits
 alone or among others, in one chunk or in many, with one thread or several; nothing here may break that."""
@@ -152,6 +152,11 @@ class HostLlama:
         packer = Packer(self.team, self.dtype, max(info.hidden_size, attended, info.intermediate_size))
         table = self._buffer(words.LAYER_TABLE, (info.num_layers, words.LAYER_WORDS), np.int64)
         norms = self._buffer(words.NORMS, (2 * info.num_layers + 1, info.hidden_size), np.float32)
+        if info.qk_norm:
+            head_norms = self._buffer(words.HEAD_NORMS, (info.num_layers, 2, info.head_dim), np.float32)
+            for layer in range(info.num_layers):
+                for number, name in enumerate(("q_norm", "k_norm")):
+                    head_norms[layer, number] = weights.tensor(f"model.layers.{layer}.self_attn.{name}.weight")
 
         def pack(names: list[str], rows: list[int], k: int, alternate: bool = False) -> tuple[int, int]:
             columns = -(-sum(rows) // COLUMNS) * COLUMNS

@@ -1,4 +1,4 @@
-"""One pass of a llama-like model over the tokens of a step, as a single native job.
+"""One pass of a Llama or Qwen3 over the tokens of a step, as a single native job.
 
 Owns the order of the phases. Every task writes places that no other task of its phase touches, and computes them the
 same way whatever the number of tokens: no result depends on which tokens share a pass. A pass never allocates, never

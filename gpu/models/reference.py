@@ -1,6 +1,6 @@
 """The same model in plain torch float32, without pages, batches or threads: what the host kernels are compared with.
 
-Owns nothing, is never served, and is written to be read: Hugging Face's llama in a few lines.
+Owns nothing, is never served, and is written to be read: Hugging Face's Llama and Qwen3 in a few lines.
 """
 
 from __future__ import annotations
@@ -44,6 +44,9 @@ def reference_logits(info: ModelInfo, weights: Any, token_ids: list[int]) -> npt
         q, k, v = (
             (h @ tensor(f"{base}self_attn.{n}_proj.weight").T).view(count, -1, dim).transpose(0, 1) for n in "qkv"
         )
+        if info.qk_norm:
+            q = _norm(q, tensor(base + "self_attn.q_norm.weight"), info.rms_eps)
+            k = _norm(k, tensor(base + "self_attn.k_norm.weight"), info.rms_eps)
         group = info.num_heads // info.num_kv_heads
         k, v = _rotate(k, cosine, sine).repeat_interleave(group, 0), v.repeat_interleave(group, 0)
         scores = _rotate(q, cosine, sine) @ k.transpose(1, 2) / math.sqrt(dim) + mask

@@ -19,6 +19,7 @@ from gpu.models.words import (
     EMBEDDING_SCALES,
     EPSILON,
     HEAD_DIM,
+    HEAD_NORMS,
     HEADS,
     HIDDEN,
     K_CACHE,
@@ -125,18 +126,28 @@ def make_condense_rows(condense: Callable[..., None], activation_bytes: int) -> 
     return condense_rows
 
 
+@kernel
+def norm_heads(x: int, heads: int, dim: int, weight: int, epsilon: float) -> None:
+    """Norm of each of `heads` heads by itself, in place."""
+    for head in range(heads):
+        place = x + 4 * dim * head
+        rms_norm(place, weight, place, dim, epsilon)
+
+
 def make_cache_rows(write_cache: Callable[..., None], cache_bytes: int) -> Callable[..., int]:
-    """Phase: rotary embedding of queries and keys; keys and values into the cache."""
+    """Phase: norm (where a model has it) and rotary embedding of queries and keys; keys and values into the cache."""
 
     @kernel
     def cache_rows(block: int, control: int, serial: int, layer: int) -> int:
-        """Rotary embedding of queries and keys; keys and values into the cache."""
+        """Norm and rotary embedding of queries and keys; keys and values into the cache."""
         rows, heads, kv_heads = word(block, TOKEN_COUNT), word(block, HEADS), word(block, KV_HEADS)
         dim, page_size = word(block, HEAD_DIM), word(block, PAGE_SIZE)
         width = (heads + 2 * kv_heads) * dim
         page_bytes = kv_heads * dim * page_size * cache_bytes
         layer_offset = layer * word(block, PAGES) * page_bytes
-        factor = load_f32(block + 8 * QUERY_FACTOR)
+        factor, epsilon = load_f32(block + 8 * QUERY_FACTOR), load_f32(block + 8 * EPSILON)
+        norms = word(block, HEAD_NORMS)
+        q_norm = norms + 8 * dim * layer
         group = rows_per_task(rows)
         tasks = task_count(rows, group)
         while True:
@@ -149,6 +160,9 @@ def make_cache_rows(write_cache: Callable[..., None], cache_bytes: int) -> Calla
                 sine = word(block, SINES) + 2 * dim * position
                 q = word(block, QKV) + 4 * width * row
                 k = q + 4 * heads * dim
+                if norms != 0:
+                    norm_heads(q, heads, dim, q_norm, epsilon)
+                    norm_heads(k, kv_heads, dim, q_norm + 4 * dim, epsilon)
                 rotate(q, heads, dim, cosine, sine, factor)
                 rotate(k, kv_heads, dim, cosine, sine, ONE)
                 page = load_i32(row_pages(block, row) + 4 * (position // page_size))

@@ -19,11 +19,12 @@ HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, LAYERS, PAGE_SIZE, PAGES, POSITIO
 # numbers kept as float32 in the low half of a word,
 EPSILON, QUERY_FACTOR, LIMIT_HIDDEN, LIMIT_ATTENTION, LIMIT_FFN = range(21, 26)
 # addresses of weights: LAYER_TABLE has 4 words of panels, then 4 of scales, for each layer: qkv, out, gate-up, down,
-LAYER_TABLE, NORMS, EMBEDDING, EMBEDDING_SCALES, HEAD, HEAD_SCALES, COSINES, SINES = range(26, 34)
+# HEAD_NORMS the norm of query heads, then that of key heads, for each layer; 0: this model has none,
+LAYER_TABLE, NORMS, HEAD_NORMS, EMBEDDING, EMBEDDING_SCALES, HEAD, HEAD_SCALES, COSINES, SINES = range(26, 35)
 # and of working memory. SCRATCH is one piece of SCRATCH_BYTES for each worker.
-RESIDUAL, ACTIVATIONS, ROW_SCALES, QKV, ATTENDED, GATED, K_CACHE, V_CACHE = range(34, 42)
-SCRATCH, SCRATCH_BYTES = range(42, 44)
-BLOCK_WORDS = 44
+RESIDUAL, ACTIVATIONS, ROW_SCALES, QKV, ATTENDED, GATED, K_CACHE, V_CACHE = range(35, 43)
+SCRATCH, SCRATCH_BYTES = range(43, 45)
+BLOCK_WORDS = 45
 LAYER_WORDS = 8
 
 FAULT_TOKEN, FAULT_POSITION, FAULT_PAGE, FAULT_LOGIT_ROW, FAULT_SEQUENCE = range(1, 6)

@@ -35,7 +35,7 @@ def server_config(**changes: Any) -> ServerConfig:
     model = ModelInfo(
         name="tiny", path="/nowhere", format="gguf", vocab_size=EOS + 1, context_len=8192, hidden_size=8, num_layers=1,
         num_heads=1, num_kv_heads=1, head_dim=8, intermediate_size=8, rope_theta=1e4, rope_scaling=None, rms_eps=1e-5,
-        tie_word_embeddings=True, eos_token_ids=(EOS,), bos_token_id=None,
+        tie_word_embeddings=True, qk_norm=False, eos_token_ids=(EOS,), bos_token_id=None,
     )  # fmt: skip
     settings: dict[str, Any] = {
         "model": model, "served_model_name": MODEL, "host": "127.0.0.1", "port": 0, "max_running": 4,

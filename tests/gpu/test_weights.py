@@ -16,7 +16,7 @@ from gpu.models.weights_dequantize import CHUNK_BLOCKS, to_float32
 from procs.model_files import DEFAULT_MODEL, read_model_info, resolve_model
 from shm.gguf_file import GgufFile
 from shm.tensor_map import BLOCKS, ModelError, tensor_bytes
-from tests.model_factory import TinyLlama, gguf_name, write_safetensors
+from tests.model_factory import TinyLlama, TinyQwen3, gguf_name, write_safetensors
 
 QUANTS = ["Q8_0", "Q4_0", "Q4_1"]
 
@@ -64,9 +64,9 @@ def test_bytes_that_do_not_match_the_shape() -> None:
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("dtype", ["F32", "F16", "BF16"])
-@pytest.mark.parametrize("form", ["gguf", "hf", "hf sharded"])
+@pytest.mark.parametrize("form", ["gguf", "hf", "hf sharded", "hf qwen3"])
 def test_what_was_written_comes_back_under_its_name(tmp_path: Path, form: str, dtype: str, tied: bool) -> None:
-    model = TinyLlama(seed=3, tied=tied)
+    model = (TinyQwen3 if "qwen3" in form else TinyLlama)(seed=3, tied=tied)
     if form == "gguf":
         path = model.write_gguf(tmp_path / "m.gguf", dtype)
     else:

@@ -30,6 +30,7 @@ MODEL = ModelInfo(
     rope_scaling=None,
     rms_eps=1e-5,
     tie_word_embeddings=True,
+    qk_norm=False,
     eos_token_ids=(0,),
     bos_token_id=None,
 )

@@ -68,6 +68,7 @@ def tiny_config(**changes: object) -> ServerConfig:
         rope_scaling=None,
         rms_eps=1e-5,
         tie_word_embeddings=True,
+        qk_norm=False,
         eos_token_ids=(EOS,),
         bos_token_id=None,
     )

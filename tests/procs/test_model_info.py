@@ -14,7 +14,7 @@ import pytest
 from procs.model_files import DEFAULT_MODEL, ModelError, read_model_info, resolve_model
 from procs.model_info import ROPE_FREQUENCIES
 from shm.safetensors_file import read_json
-from tests.model_factory import TinyLlama, write_json, write_safetensors
+from tests.model_factory import TinyLlama, TinyQwen3, write_json, write_safetensors
 
 
 @pytest.fixture
@@ -119,11 +119,12 @@ def test_a_mistral_whose_window_never_binds(folder: Path) -> None:
             {"architectures": ["MistralForCausalLM"], "sliding_window": 256},
             "sliding_window = 256, which is not supported",
         ),
-        ({"architectures": ["Qwen3ForCausalLM"]}, "architecture Qwen3ForCausalLM is not supported"),
+        ({"architectures": ["Qwen2ForCausalLM"]}, "architecture Qwen2ForCausalLM is not supported"),
         ({"architectures": ..., "model_type": "gpt2"}, "architecture gpt2 is not supported"),
         ({"architectures": 5}, "architecture 5 is not supported"),
         ({"quantization_config": {"quant_method": "awq"}}, "quantization_config"),
         ({"hidden_act": "gelu"}, "hidden_act = 'gelu'"),
+        ({"attention_bias": True}, "attention_bias = True, which is not supported"),
         ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' is not supported"),
         ({"rope_scaling": {"rope_type": "linear"}}, "rope_scaling.factor is None"),
         ({"rope_scaling": [1]}, "not an object"),
@@ -152,6 +153,65 @@ def test_a_folder_that_is_refused(folder: Path, values: Any, says: str) -> None:
     with pytest.raises(ModelError, match=says) as caught:
         read_model_info(folder)
     assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_qwen3(tmp_path: Path, tied: bool) -> None:
+    folder = TinyQwen3(tied=tied).write_hf(tmp_path / "tiny")
+    info = read_model_info(folder)
+    assert info.qk_norm and not read_model_info(TinyLlama().write_hf(tmp_path / "llama")).qk_norm
+    assert (info.hidden_size, info.num_heads, info.num_kv_heads, info.head_dim) == (64, 4, 2, 32)
+    assert (info.tie_word_embeddings, info.rope_scaling) == (tied, None)
+    # As such files often stand: a window that is named and not used, and the kind of every layer.
+    change(folder / "config.json", sliding_window=256, layer_types=["full_attention"] * 2)
+    assert read_model_info(folder) == info
+    # Without the size of a head it is 128, whatever the hidden size.
+    change(folder / "config.json", head_dim=...)
+    with pytest.raises(
+        ModelError, match=r"q_proj.weight has shape .* wants \[512, 64\]"
+    ):
+        read_model_info(folder)
+
+
+@pytest.mark.parametrize(
+    ("values", "says"),
+    [
+        ({"attention_bias": True}, "attention_bias = True, which is not supported"),
+        ({"use_sliding_window": True, "sliding_window": 256}, "sliding_window = 256, which is not supported"),
+        ({"layer_types": ["full_attention", "sliding_attention"]}, "layer_types = "),
+        ({"layer_types": 2}, "layer_types = 2"),
+        ({"architectures": ["Qwen3MoeForCausalLM"], "num_experts": 8}, "mixture-of-experts models are not supported"),
+        ({"num_experts": 8}, "mixture-of-experts models are not supported"),
+        ({"architectures": ["Qwen3MoeForCausalLM"]}, "architecture Qwen3MoeForCausalLM is not supported"),
+        ({"rope_scaling": {"rope_type": "yarn", "factor": 4.0}}, "rotary scaling 'yarn' is not supported"),
+        ({"architectures": ["LlamaForCausalLM"]}, "q_norm.weight is not part of a plain Llama"),
+        ({"head_dim": 16}, r"q_proj.weight has shape \[128, 64\]"),
+        ({"head_dim": 31}, "even size of a head"),
+    ],
+)
+def test_a_qwen3_that_is_refused(tmp_path: Path, values: Any, says: str) -> None:
+    folder = TinyQwen3().write_hf(tmp_path / "tiny")
+    change(folder / "config.json", **values)
+    with pytest.raises(ModelError, match=says) as caught:
+        read_model_info(folder)
+    assert str(folder) in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("edit", "says"),
+    [
+        ({"model.layers.1.self_attn.k_norm.weight": None}, "tensor model.layers.1.self_attn.k_norm.weight is missing"),
+        ({"model.layers.1.self_attn.k_norm.weight": np.ones(16)}, r"k_norm.weight has shape \[16\]"),
+        ({"model.layers.0.self_attn.q_proj.bias": np.ones(128)}, "q_proj.bias is not part of a plain Qwen3"),
+    ],
+)
+def test_weights_of_a_folder_that_are_not_a_plain_qwen3(tmp_path: Path, edit: dict[str, Any], says: str) -> None:
+    folder = TinyQwen3().write_hf(tmp_path / "tiny")
+    tensors = TinyQwen3().weights() | edit
+    kept = {name: array.astype(np.float32) for name, array in tensors.items() if array is not None}
+    write_safetensors(folder / "model.safetensors", kept)
+    with pytest.raises(ModelError, match=says):
+        read_model_info(folder)
 
 
 def test_eos_ids_that_are_none(folder: Path) -> None:

@@ -22,6 +22,7 @@ MODEL: dict[str, Any] = {
     "rope_scaling": None,
     "rms_eps": 1e-5,
     "tie_word_embeddings": True,
+    "qk_norm": False,
     "eos_token_ids": (2,),
     "bos_token_id": 1,
 }

@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from shm import limits
-from shm.config import ConfigError, ModelInfo, ServerConfig
+from shm.config import DTYPES, ConfigError, ModelInfo, ServerConfig
 from tests.shm.small import MODEL, config, model
 
 BAD_MODEL = [
@@ -35,6 +35,7 @@ BAD_MODEL = [
     ("rms_eps", 0.0),
     ("rms_eps", float("nan")),
     ("tie_word_embeddings", 1),
+    ("qk_norm", 0),
     ("eos_token_ids", (128,)),
     ("eos_token_ids", (-1,)),
     ("eos_token_ids", 2),
@@ -77,6 +78,7 @@ BAD_SERVER = [
     ("threads", 0),
     ("threads", limits.THREADS_MAX + 1),
     ("poison", "yes"),
+    ("check_order", 1),
 ]
 
 
@@ -93,6 +95,23 @@ def test_a_bad_server_field_is_named(option: str, value: object) -> None:
     with pytest.raises(ConfigError, match=f"^{option}: ") as caught:
         config(**{option: value})
     assert caught.value.option == option
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "told"),
+    [
+        ("cuda", "int8", "must be one of bfloat16, float32 on the device cuda, got 'int8'"),
+        ("host", "float16", "must be one of int8, float32, bfloat16, got 'float16'"),
+        *[(device, dtype, "") for device, dtypes in DTYPES.items() for dtype in dtypes],
+    ],
+)
+def test_each_device_computes_in_its_own_dtypes(device: str, dtype: str, told: str) -> None:
+    if not told:
+        assert config(device=device, dtype=dtype).dtype == dtype
+        return
+    with pytest.raises(ConfigError) as caught:
+        config(device=device, dtype=dtype)
+    assert (caught.value.option, caught.value.message) == ("dtype", told)
 
 
 def test_every_field_has_a_bad_value_above() -> None:
@@ -137,7 +156,9 @@ def configs(draw: st.DrawFn) -> ServerConfig:
         rope_scaling=draw(st.none() | st.dictionaries(st.sampled_from("ab"), st.floats(-1, 1))),
         eos_token_ids=tuple(draw(st.lists(st.integers(0, 127), max_size=4))),
         bos_token_id=draw(st.none() | st.integers(0, 127)),
+        qk_norm=draw(st.booleans()),
     )
+    device = draw(st.sampled_from(["host", "cuda"]))
     max_len, window, page_size = draw(st.integers(2, 256)), draw(st.integers(1, 16)), draw(st.integers(1, 64))
     least = -(-(max_len + 2 * window) // page_size) * page_size
     return config(
@@ -148,7 +169,9 @@ def configs(draw: st.DrawFn) -> ServerConfig:
         kv_tokens=draw(st.integers(least, least * 9)),
         max_running=draw(st.integers(1, 4096)),
         max_queued=draw(st.integers(0, 4096)),
-        dtype=draw(st.sampled_from(["int8", "float32", "bfloat16"])),
+        device=device,
+        dtype=draw(st.sampled_from(DTYPES[device])),
+        check_order=draw(st.booleans()),
         overlap=draw(st.booleans()),
         api_key=draw(st.none() | st.text(st.characters(codec="ascii"), min_size=1)),
         drain_seconds=draw(st.floats(0, 100)),

@@ -12,11 +12,12 @@ import torch
 
 from gpu.models.llama import HostLlama
 from gpu.models.reference import reference_logits
-from tests.model_factory import TinyLlama
+from tests.model_factory import TinyLlama, TinyQwen3
 
 PAGE_SIZE, PAGES_PER_ROW, ROWS = 16, 5, 33
 DTYPES = ("int8", "bfloat16", "float32")
-TINY = TinyLlama(seed=3)
+TINIES = {"llama": TinyLlama(seed=3), "qwen3": TinyQwen3(seed=3, heads=6, kv_heads=2, tied=True)}
+TINY = TINIES["llama"]
 # What the rounding of activations and of the cache may cost: root mean square error, relative to that of the logits.
 CLOSE = {"int8": 1e-2, "bfloat16": 2e-2, "float32": 1e-5}
 
@@ -47,6 +48,7 @@ def shape_of(tiny: TinyLlama, vocab: int = 304) -> Any:
         rope_scaling=None,
         rms_eps=1e-5,
         tie_word_embeddings=tiny.tied,
+        qk_norm=tiny.qk_norm,
     )
 
 
@@ -60,24 +62,23 @@ def round_weights(tensor: np.ndarray, dtype: str) -> np.ndarray:
     return np.rint(tensor / scale) * scale
 
 
-WEIGHTS = Source(TINY.weights())
-SHAPE = shape_of(TINY)
+WEIGHTS = {name: Source(tiny.weights()) for name, tiny in TINIES.items()}
 
 
-def build(dtype: str, threads: int = 1, **other: Any) -> HostLlama:
+def build(dtype: str, threads: int = 1, name: str = "llama", **other: Any) -> HostLlama:
     sizes = {"page_size": PAGE_SIZE, "pages": 1 + ROWS * PAGES_PER_ROW, "pages_per_row": PAGES_PER_ROW}
     sizes |= {"max_tokens": 900, "max_seqs": 900} | other
-    return HostLlama(SHAPE, WEIGHTS, dtype, threads=threads, **sizes)
+    return HostLlama(shape_of(TINIES[name]), WEIGHTS[name], dtype, threads=threads, **sizes)
 
 
 @pytest.fixture(scope="module")
-def models() -> Iterator[Callable[[str, int], HostLlama]]:
-    made: dict[tuple[str, int], HostLlama] = {}
+def models() -> Iterator[Callable[..., HostLlama]]:
+    made: dict[tuple[str, int, str], HostLlama] = {}
 
-    def get(dtype: str, threads: int = 1) -> HostLlama:
-        if (dtype, threads) not in made:
-            made[dtype, threads] = build(dtype, threads)
-        return made[dtype, threads]
+    def get(dtype: str, threads: int = 1, name: str = "llama") -> HostLlama:
+        if (dtype, threads, name) not in made:
+            made[dtype, threads, name] = build(dtype, threads, name)
+        return made[dtype, threads, name]
 
     yield get
     for model in made.values():
@@ -106,20 +107,22 @@ def run(model: HostLlama, parts: list[tuple[int, int, list[int]]], pages: np.nda
     return np.split(logits, ends[:-1])
 
 
+@pytest.mark.parametrize("name", TINIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_logits_are_those_of_the_reference(models: Any, dtype: str) -> None:
+def test_logits_are_those_of_the_reference(models: Any, dtype: str, name: str) -> None:
     prompt = prompts(1, seed=9)[0] * 2
-    (logits,) = run(models(dtype), [(0, 0, prompt)], shuffled_pages(1))
-    rounded = Source({name: round_weights(tensor, dtype) for name, tensor in TINY.weights().items()})
-    expected = reference_logits(SHAPE, rounded, prompt)
+    (logits,) = run(models(dtype, name=name), [(0, 0, prompt)], shuffled_pages(1))
+    rounded = Source({name: round_weights(tensor, dtype) for name, tensor in TINIES[name].weights().items()})
+    expected = reference_logits(shape_of(TINIES[name]), rounded, prompt)
     error = np.sqrt(np.mean((logits - expected) ** 2) / np.mean(expected**2))
     assert error < CLOSE[dtype], error
 
 
+@pytest.mark.parametrize("name", TINIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("count", [7, 32])
-def test_a_row_is_the_same_bits_alone_and_in_a_batch(models: Any, dtype: str, count: int) -> None:
-    model, asked = models(dtype), prompts(count)
+def test_a_row_is_the_same_bits_alone_and_in_a_batch(models: Any, dtype: str, count: int, name: str) -> None:
+    model, asked = models(dtype, name=name), prompts(count)
     together = run(model, [(i, 0, p) for i, p in enumerate(asked)], shuffled_pages(2))
     decoded = run(model, [(i, len(p), [7]) for i, p in enumerate(asked)], shuffled_pages(2))
     for i in (0, count // 2, count - 1):
@@ -130,22 +133,24 @@ def test_a_row_is_the_same_bits_alone_and_in_a_batch(models: Any, dtype: str, co
         np.testing.assert_array_equal(alone, decoded[i])
 
 
+@pytest.mark.parametrize("name", TINIES)
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize("chunk", [1, 5, 16])
-def test_chunks_do_not_show(models: Any, dtype: str, chunk: int) -> None:
-    model, prompt = models(dtype), [int(t) for t in np.random.default_rng(6).integers(0, 304, 75)]
+def test_chunks_do_not_show(models: Any, dtype: str, chunk: int, name: str) -> None:
+    model, prompt = models(dtype, name=name), [int(t) for t in np.random.default_rng(6).integers(0, 304, 75)]
     (whole,) = run(model, [(0, 0, prompt)], shuffled_pages(4))
     pages = shuffled_pages(5)
     parts = [run(model, [(2, i, prompt[i : i + chunk])], pages)[0] for i in range(0, len(prompt), chunk)]
     np.testing.assert_array_equal(np.concatenate(parts), whole)
 
 
+@pytest.mark.parametrize("name", TINIES)
 @pytest.mark.parametrize("dtype", DTYPES)
-def test_threads_do_not_show(models: Any, dtype: str) -> None:
+def test_threads_do_not_show(models: Any, dtype: str, name: str) -> None:
     asked = prompts(32, seed=8)
     passes = [(i, 0, p) for i, p in enumerate(asked)], [(i, len(p), [3]) for i, p in enumerate(asked)]
     for parts in passes:
-        one, two = (run(models(dtype, threads), list(parts), shuffled_pages(6)) for threads in (1, 2))
+        one, two = (run(models(dtype, threads, name), list(parts), shuffled_pages(6)) for threads in (1, 2))
         np.testing.assert_array_equal(np.concatenate(one), np.concatenate(two))
 
 
