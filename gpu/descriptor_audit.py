@@ -182,13 +182,16 @@ class DescriptorAudit:
         has = index < self._page_count[rows, None]
         pages = self._pages[rows, : len(index)]
         lost = has & (self._gifts[pages] != self._given[rows, : len(index)])
-        for at, slot in np.argwhere(lost)[:1].tolist():
+        if lost.any():
+            at, slot = np.argwhere(lost)[0].tolist()
             self._demand(False, "a page of a row that takes part was given to another", int(rows[at]), pages[at, slot])
+        owners = np.broadcast_to(rows[:, None], pages.shape)
+        written = has & (index >= first[:, None]) & (index <= last[:, None])
         writer = np.zeros(self._config.pages, np.int64)
-        for at, slot in np.argwhere(has & (index >= first[:, None]) & (index <= last[:, None])).tolist():
-            writer[pages[at, slot]] = rows[at]
-        foreign = has & (writer[pages] != 0) & (writer[pages] != rows[:, None])
-        for at, slot in np.argwhere(foreign)[:1].tolist():
+        writer[pages[written]] = owners[written]
+        foreign = has & (writer[pages] != 0) & (writer[pages] != owners)
+        if foreign.any():
+            at, slot = np.argwhere(foreign)[0].tolist()
             page = pages[at, slot]
             self._demand(False, f"a page of the row is written by entry {writer[page]}", int(rows[at]), page)
 
@@ -206,7 +209,7 @@ class DescriptorAudit:
         rows, _, ends = self._writes(decode, chunks)
         index = np.arange(int(self._page_count[rows].max()))
         own = (index >= self._shared[rows, None]) & (index < self._page_count[rows, None])
-        filled = np.clip(ends[:, None] - index * self._page_size, 0, self._page_size)
+        filled = np.minimum(ends[:, None] - index * self._page_size, self._page_size)
         pages = self._pages[rows, : len(index)][own]
         self._written[pages] = np.maximum(self._written[pages], filled[own])
         self._decodes[decode] += 1

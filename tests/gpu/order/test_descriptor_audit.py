@@ -168,6 +168,16 @@ def test_a_windows_reach_is_taken_from_what_is_certain() -> None:
         audit([start, {"decode": [1]}, {"decode": [1]}, {"decode": [1]}], config)
 
 
+def test_a_page_that_a_row_may_still_write_is_no_prefix_for_a_row_beside_it() -> None:
+    """Entry 1 stands at 9 to 12 after a window of 4: its third page may be full, or not."""
+    config = tiny_config(max_running=4, kv_tokens=96, max_len=24, prefill_chunk=8, window=4)
+    begin = {"begin": [3], "slots": fill(3, 1, 2, 3, 9, 10), "chunks": [(3, 2, 12, 3, 1)]}
+    start = [FIRST | {"slots": fill(1, 1, 2, 3, 8, 11)}, {"decode": [1]}]
+    audit([*start, begin], config)  # entry 1 has ended: what it wrote is known to the scheduler
+    with pytest.raises(DescriptorError, match="step 102, entry 3, page 3: a page of the row is written by entry 1"):
+        audit([*start, begin | {"decode": [1]}], config)
+
+
 # ---------------------------------------------------------------------- the real scheduler
 
 
