@@ -1,7 +1,7 @@
 """The guard: what would wait for the device raises in the launch loop, with its line, and nowhere else."""
 
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -11,6 +11,7 @@ import torch
 from gpu.device.adversary import AdversaryDevice
 from gpu.device.guard import LaunchGuard, WatchedArray, plain
 from gpu.device.guard_torch import TorchGuard
+from gpu.device.host import HostDevice
 from gpu.device.policies import policies
 from gpu.device.protocol import DeviceError
 from tests.gpu.paged_mill import Bench, reference, small_config
@@ -242,6 +243,14 @@ def guarded(policy: Any = None, memory: Any = "numpy") -> tuple[Any, AdversaryDe
     return guard, AdversaryDevice(policy, guard=guard, memory=memory)
 
 
+@pytest.fixture
+def on_threads() -> Iterator[tuple[LaunchGuard, HostDevice]]:
+    guard = LaunchGuard()
+    device = HostDevice(guard=guard)
+    yield guard, device
+    device.close()
+
+
 def steps(bench: Bench) -> None:
     bench.step(slots=bench.fill(1, [1, 2, 3]), sampling=[(1, 0.0, 5)], chunks=[(1, 0, 0, 3, 1)])
     for _ in range(3):
@@ -259,6 +268,30 @@ def test_the_step_program_queues_steps_without_waiting() -> None:
         assert [step.tokens for step in bench.completed] == [[t] for t in reference([5, 6, 7], 4)]
 
 
+def test_the_host_devices_streams_may_touch_what_the_launch_loop_may_not(
+    on_threads: tuple[LaunchGuard, HostDevice],
+) -> None:
+    guard, device = on_threads
+    bench = Bench(device, small_config(), early_lengths=True)
+    bench.prompt(0, [5, 6, 7])
+    with guard.section():
+        steps(bench)
+        with pytest.raises(DeviceError, match=HERE):
+            device.synchronize()
+        with pytest.raises(DeviceError, match=HERE):
+            bench.program.relay.token.array.tolist()
+    device.synchronize()
+    assert [step.tokens for step in bench.completed] == [[t] for t in reference([5, 6, 7], 4)]
+    assert isinstance(bench.program.relay.token.array.tolist(), list)
+
+
+def test_without_a_guard_memory_is_plain() -> None:
+    device = HostDevice()
+    assert type(device.buffer((2,), np.int32, "b").array) is np.ndarray
+    assert type(AdversaryDevice().buffer((2,), np.int32, "b").array) is np.ndarray
+    device.close()
+
+
 PLANTED: dict[str, Callable[[Bench], Any]] = {
     "item": lambda b: b.program.relay.length.array[1].item(),
     "int": lambda b: int(b.program.relay.length.array[1]),
@@ -272,8 +305,11 @@ PLANTED: dict[str, Callable[[Bench], Any]] = {
 
 
 @pytest.mark.parametrize("what", PLANTED)
-def test_a_wait_planted_in_the_launch_loop_is_found(what: str) -> None:
-    guard, device = guarded()
+@pytest.mark.parametrize("kind", ["adversary", "host"])
+def test_a_wait_planted_in_the_launch_loop_is_found(
+    what: str, kind: str, on_threads: tuple[LaunchGuard, HostDevice]
+) -> None:
+    guard, device = on_threads if kind == "host" else guarded()
     bench = Bench(device, small_config())
     bench.prompt(0, [5, 6, 7])
     hold = bench.program.fence.hold
