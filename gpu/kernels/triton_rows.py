@@ -201,7 +201,7 @@ def rope_write(
             PAGE=page,
             NORM=norm,
             BLOCK=ROPE_HEADS,
-            num_warps=ROPE_HEADS * dim // 256,
+            num_warps=max(1, ROPE_HEADS * dim // 256),
         )
 
 
