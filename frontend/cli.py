@@ -48,12 +48,13 @@ def serve(
     page_size: opt.PageSize = 16,
     max_len: opt.MaxLen = None,
     device: opt.Device = "host",
-    dtype: opt.Dtype = "int8",
+    dtype: opt.Dtype = None,
     overlap: opt.Overlap = True,
     threads: opt.Threads = None,
     prefill_chunk: opt.PrefillChunk = 512,
     drain_seconds: opt.DrainSeconds = 30.0,
     poison: opt.Poison = False,
+    check_order: opt.CheckOrder = False,
 ) -> None:
     """Serve MODEL over HTTP, as the OpenAI API, until SIGTERM or Ctrl-C."""
     from frontend.cli_config import Wanted
@@ -73,7 +74,7 @@ def generate(
     raw: opt.Raw = False,
     system: opt.SystemText = None,
     device: opt.Device = "host",
-    dtype: opt.Dtype = "int8",
+    dtype: opt.Dtype = None,
     overlap: opt.Overlap = True,
     threads: opt.Threads = None,
     max_len: opt.MaxLen = None,

@@ -1,11 +1,12 @@
 """From the options of the command line to a ServerConfig: finds the model, works out what was not given.
 
-Owns the defaults that depend on the model and on the machine. Every fault of a value ends up as a CliError, one line
-that names the option. It starts nothing and keeps nothing open.
+Owns the defaults that depend on the model, the device and the machine. Every fault of a value ends up as a CliError, one
+line that names the option. It starts nothing and keeps nothing open.
 """
 
 from __future__ import annotations
 
+import ctypes
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +14,10 @@ from pathlib import Path
 from procs.model_download import Progress
 from procs.model_files import PACKAGED_MODELS, read_model_info, resolve_model
 from procs.model_memory import kv_bytes_per_token, memory_available, memory_needed, require_memory
-from shm.config import ConfigError, ModelInfo, ServerConfig
+from shm.config import DTYPES, ConfigError, ModelInfo, ServerConfig
 
 HOST_PAGE_MULTIPLE = 16  # keys that the host device's attention works on at once
+CUDA_DRIVER = "libcuda.so.1"
 KV_TOKENS_DEFAULT = 65536
 KV_TOKENS_LEAST = 2048  # below this a default is of no use: too little memory is told instead
 KV_MEMORY_SHARE = 0.5  # of what weights and processes leave free
@@ -33,7 +35,7 @@ class Wanted:
     host: str
     port: int
     device: str
-    dtype: str
+    dtype: str | None
     overlap: bool
     max_running: int
     max_queued: int
@@ -46,6 +48,7 @@ class Wanted:
     served_model_name: str | None = None
     threads: int | None = None
     poison: bool = False
+    check_order: bool = False
 
 
 def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
@@ -54,6 +57,8 @@ def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
     Raises CliError for an option that cannot be, ModelError for a model that cannot be served or does not fit.
     """
     _require_usable_key(wanted.api_key)
+    if wanted.device == "cuda":
+        _require_driver()
     path = resolve_model(wanted.model, progress)
     is_path = wanted.model not in PACKAGED_MODELS and Path(wanted.model).expanduser().exists()
     info = read_model_info(path, None if is_path else wanted.model)
@@ -76,6 +81,14 @@ def _require_usable_key(key: str | None) -> None:
         raise CliError("--api-key: it may hold printable ASCII characters only, and no blank at either end")
 
 
+def _require_driver() -> None:
+    """What the GPU itself lacks is told by the process that opens it; without its driver nobody needs to get so far."""
+    try:
+        ctypes.CDLL(CUDA_DRIVER)
+    except OSError:
+        raise CliError(f"--device: cuda needs an NVIDIA GPU with its driver, and there is no {CUDA_DRIVER}") from None
+
+
 def flag(option: str) -> str:
     """Return how the user calls a field of the configuration."""
     return "--" + option.replace("_", "-")
@@ -94,7 +107,7 @@ def _sized(wanted: Wanted, info: ModelInfo, name: str) -> ServerConfig:
             host=wanted.host,
             port=wanted.port,
             device=wanted.device,  # type: ignore[arg-type]  # checked there
-            dtype=wanted.dtype,  # type: ignore[arg-type]
+            dtype=dtype,  # type: ignore[arg-type]
             overlap=wanted.overlap,
             max_running=wanted.max_running,
             max_queued=wanted.max_queued,
@@ -106,8 +119,10 @@ def _sized(wanted: Wanted, info: ModelInfo, name: str) -> ServerConfig:
             drain_seconds=wanted.drain_seconds,
             threads=usable_cpus() if wanted.threads is None else wanted.threads,
             poison=wanted.poison,
+            check_order=wanted.check_order,
         )
 
+    dtype = wanted.dtype or DTYPES.get(wanted.device, DTYPES["host"])[0]  # a device that is none is refused by its name
     page = max(1, wanted.page_size)  # a page of 0 is refused below, by its name
     kv_tokens, max_len = wanted.kv_tokens, wanted.max_len
     if kv_tokens is None:
@@ -120,7 +135,12 @@ def _sized(wanted: Wanted, info: ModelInfo, name: str) -> ServerConfig:
 
 
 def _kv_tokens_default(smallest: ServerConfig) -> int:
-    """Return KV_TOKENS_DEFAULT, or less where KV_MEMORY_SHARE of the memory that is left holds less, in whole pages."""
+    """Return KV_TOKENS_DEFAULT, or less where KV_MEMORY_SHARE of the memory that is left holds less, in whole pages.
+
+    What a GPU has left is not known here.
+    """
+    if smallest.device != "host":
+        return KV_TOKENS_DEFAULT // smallest.page_size * smallest.page_size
     need = memory_needed(smallest)
     left = memory_available() - need.weights - need.processes
     room = int(left * KV_MEMORY_SHARE) // kv_bytes_per_token(smallest.model, smallest.dtype)

@@ -48,16 +48,19 @@ ServedModelName = Annotated[
     typer.Option(help="Name that requests use for the model; by default its own.", rich_help_panel=SERVING),
 ]
 Device = Annotated[
-    Literal["host"],
+    Literal["host", "cuda"],
     typer.Option(
-        help="What computes: the host device runs on the CPU, with a GPU's ordering rules.", rich_help_panel=RUNNING
+        help="What computes. host: the CPU, with a GPU's ordering rules. cuda: the first NVIDIA GPU, which holds the "
+        "weights and the KV cache.",
+        rich_help_panel=RUNNING,
     ),
 ]
 Dtype = Annotated[
-    Literal["int8", "float32", "bfloat16"],
+    Literal["int8", "float32", "bfloat16"] | None,
     typer.Option(
-        help="int8: exact integer sums, fastest, 1 byte a weight. bfloat16: 2 bytes a weight, slower. float32: the "
-        "reference, 4 bytes a weight, slowest. In each, an answer has the same bits whatever runs beside it.",
+        help="On the host, int8 by default: exact integer sums, fastest, 1 byte a weight. bfloat16: 2 bytes a weight, "
+        "slower there, and the default on cuda. float32: the reference, 4 bytes a weight, slowest. On the host, an "
+        "answer has the same bits whatever runs beside it.",
         rich_help_panel=RUNNING,
     ),
 ]
@@ -129,6 +132,15 @@ DrainSeconds = Annotated[
 ]
 Poison = Annotated[
     bool, typer.Option(help="Debugging: overwrite memory that is given back. Slower.", rich_help_panel=RUNNING)
+]
+CheckOrder = Annotated[
+    bool,
+    typer.Option(
+        "--check-order",
+        help="Debugging: check that whatever touches the device's memory waits for what it needs, and that nothing in "
+        "the launch loop waits for the device. The first violation ends the gpu process. Slower.",
+        rich_help_panel=RUNNING,
+    ),
 ]
 
 Text = Annotated[str, typer.Argument(help="The prompt; - reads it from standard input.", show_default=False)]

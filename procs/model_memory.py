@@ -1,7 +1,8 @@
 """How much memory a configured server needs, and how much there is.
 
 Owns the estimate that is made before anything starts, so that too little memory is one line and not a killed process.
-The estimate is what the parts allocate for certain plus what processes take; it never allocates anything itself.
+The estimate is what the parts allocate for certain plus what processes take; it never allocates anything itself. It is
+of the machine's memory alone: what lives on a GPU is left to the process that opens it.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ GIB = 1 << 30
 
 @dataclass(frozen=True)
 class MemoryNeed:
-    """Bytes by what they are for."""
+    """Bytes of the machine's memory by what they are for."""
 
     weights: int
     kv_cache: int
@@ -45,9 +46,11 @@ def memory_needed(config: ServerConfig) -> MemoryNeed:
     info = config.model
     sizes = {name: math.prod(shape) for name, shape in llama_tensors(info).items()}
     # While loading, one tensor lives twice more: as float32, and half converted.
-    weights = sum(sizes.values()) * WEIGHT_BYTES[config.dtype] + 2 * 4 * max(sizes.values())
+    weights, kv_cache = 2 * 4 * max(sizes.values()), 0
+    if config.device == "host":
+        weights += sum(sizes.values()) * WEIGHT_BYTES[config.dtype]
+        kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
     ledger = Ledger.size(config.rows, config.max_len)
-    kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
     return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=PROCESS_BYTES + ledger)
 
 
@@ -68,10 +71,14 @@ def require_memory(config: ServerConfig, root: Path = Path("/")) -> None:
     need, available = memory_needed(config), memory_available(root)
     if need.total <= available:
         return
+    weights, advice = f"{_gib(need.weights)} for loading weights", "--max-len"
+    if config.device == "host":
+        weights = f"{_gib(need.weights)} for weights in {config.dtype}, "
+        weights += f"{_gib(need.kv_cache)} for --kv-tokens {config.kv_tokens}"
+        advice = "--kv-tokens or --max-len"
     raise ModelError(
-        f"too little memory: {_gib(need.weights)} for weights in {config.dtype}, {_gib(need.kv_cache)} for --kv-tokens "
-        f"{config.kv_tokens} and {_gib(need.processes)} for processes make {_gib(need.total)}, but only "
-        f"{_gib(available)} are available; lower --kv-tokens or --max-len, or choose a smaller model"
+        f"too little memory: {weights} and {_gib(need.processes)} for processes make {_gib(need.total)}, but only "
+        f"{_gib(available)} are available; lower {advice}, or choose a smaller model"
     )
 
 

@@ -21,7 +21,7 @@ WANTED = Wanted(
     host="127.0.0.1",
     port=8000,
     device="host",
-    dtype="int8",
+    dtype=None,
     overlap=True,
     max_running=64,
     max_queued=1024,
@@ -71,6 +71,34 @@ def test_too_little_memory_is_told_before_anything_starts(model: Path, monkeypat
         made(model)
 
 
+def test_the_type_of_numbers_follows_the_device(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_config, "CUDA_DRIVER", "libc.so.6")
+    assert (made(model).device, made(model).dtype) == ("host", "int8")
+    assert made(model, dtype="float32").dtype == "float32"
+    assert (made(model, device="cuda").device, made(model, device="cuda").dtype) == ("cuda", "bfloat16")
+    assert made(model, device="cuda", dtype="float32").dtype == "float32"
+    with pytest.raises(CliError, match=r"^--dtype: must be one of bfloat16, float32 on the device cuda, got 'int8'$"):
+        made(model, device="cuda", dtype="int8")
+
+
+def test_a_gpu_has_its_own_memory_and_pages(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_config, "CUDA_DRIVER", "libc.so.6")
+    monkeypatch.setattr(cli_config, "memory_available", lambda: 0)
+    assert made(model, device="cuda").kv_tokens == KV_TOKENS_DEFAULT
+    assert made(model, device="cuda", page_size=24).kv_tokens == KV_TOKENS_DEFAULT // 24 * 24
+
+
+def test_without_a_driver_there_is_no_gpu_and_nothing_is_looked_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(cli_config, "CUDA_DRIVER", "libnone.so.1")
+    with pytest.raises(CliError, match=r"^--device: cuda needs an NVIDIA GPU with its driver, .* libnone.so.1$"):
+        made(Path("no-such-model"), device="cuda")
+
+
+def test_the_order_is_checked_on_request(model: Path) -> None:
+    assert not made(model).check_order
+    assert made(model, check_order=True).check_order
+
+
 @pytest.mark.parametrize(
     ("changes", "option"),
     [
@@ -88,6 +116,7 @@ def test_too_little_memory_is_told_before_anything_starts(model: Path, monkeypat
         ({"threads": 0}, "--threads"),
         ({"drain_seconds": -1.0}, "--drain-seconds"),
         ({"dtype": "int3"}, "--dtype"),
+        ({"device": "tpu"}, "--device"),
         ({"api_key": ""}, "--api-key"),
         ({"api_key": " k"}, "--api-key"),
         ({"api_key": "k\n"}, "--api-key"),

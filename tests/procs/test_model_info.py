@@ -167,9 +167,7 @@ def test_a_qwen3(tmp_path: Path, tied: bool) -> None:
     assert read_model_info(folder) == info
     # Without the size of a head it is 128, whatever the hidden size.
     change(folder / "config.json", head_dim=...)
-    with pytest.raises(
-        ModelError, match=r"q_proj.weight has shape .* wants \[512, 64\]"
-    ):
+    with pytest.raises(ModelError, match=r"q_proj.weight has shape .* wants \[512, 64\]"):
         read_model_info(folder)
 
 

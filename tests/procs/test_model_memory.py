@@ -76,6 +76,13 @@ def test_the_parts_of_the_estimate(tmp_path: Path) -> None:
     assert more_rows.processes > small.processes
 
 
+def test_what_lives_on_a_gpu_takes_no_memory_of_the_machine(tmp_path: Path) -> None:
+    here = memory_needed(config(tmp_path))
+    there = memory_needed(config(tmp_path, device="cuda", dtype="bfloat16", kv_tokens=1 << 20))
+    largest = max(array.size for array in TinyLlama().weights().values())
+    assert (there.weights, there.kv_cache, there.processes) == (2 * 4 * largest, 0, here.processes)
+
+
 @pytest.mark.parametrize(
     ("cgroup", "groups", "mib"),
     [
@@ -119,3 +126,11 @@ def test_too_little_is_one_line_that_says_what_to_do(tmp_path: Path) -> None:
     assert "only 0.10 GiB are available" in message
     assert "\n" not in message
     require_memory(config(tmp_path), machine(tmp_path / "large", available_mib=8000))
+
+
+def test_too_little_for_a_gpu_process_says_nothing_of_its_cache(tmp_path: Path) -> None:
+    on_gpu = config(tmp_path, device="cuda", dtype="float32", kv_tokens=1 << 24)
+    with pytest.raises(ModelError, match=r"for loading weights and .* for processes") as caught:
+        require_memory(on_gpu, machine(tmp_path / "root", available_mib=100))
+    assert "kv-tokens" not in str(caught.value)
+    require_memory(on_gpu, machine(tmp_path / "large", available_mib=8000))
