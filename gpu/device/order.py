@@ -2,32 +2,27 @@
 
 Owns vector clocks in the manner of FastTrack (Flanagan and Freund, 2009): one for every stream, one for the launching
 thread, one for the host functions. It hears of operations when they are queued and never of when they run, so what it
-finds does not depend on timing, and it finds it the first time the program takes that path. It never touches memory.
+finds does not depend on timing, and it finds it the first time the program takes that path. It never touches memory,
+and it keeps no more of the past than the program has streams, events and boundaries between regions.
 
 An operation comes behind what its stream did before, behind what the launching thread knew when it queued it, and
 behind the records that its stream has waited for. A host function comes behind its stream's past and the host functions
 before it; nothing but the launching thread, once it has seen the completion, comes behind a host function.
+
+Two buffers are taken to share no byte: whoever registers the same memory twice is not found out here.
 """
 
+from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
+from weakref import ref
 
-from gpu.device.protocol import Completion, DeviceError, Event, Graph, Region, Regions, Stream
+from gpu.device.protocol import Buffer, Completion, DeviceError, Event, Graph, Region, Regions, Stream
 
 HOST, CALLS = 0, 1  # agents; streams are counted from 2 on
 READ, WRITE = "read", "write"
+UNSEEN_MAX = 1024  # host functions that nobody has asked for yet; of those before them the launching thread knows less
 Clock = list[int]
-
-
-@dataclass(frozen=True)
-class Access:
-    """The latest access of one agent to one region of a buffer."""
-
-    agent: int
-    epoch: int
-    lo: int
-    hi: int
-    name: str
 
 
 @dataclass(frozen=True)
@@ -39,11 +34,11 @@ class Violation:
     second: str
     second_on: str
     what: str
+    edge: str
 
     def __str__(self) -> str:
         first, second = f"'{self.first}' on {self.first_on}", f"'{self.second}' on {self.second_on}"
-        edge = f"nothing that {self.second_on} has waited for comes behind {first}"
-        return f"{second} is not ordered behind {first}: {self.what}; {edge}"
+        return f"nothing orders {second} behind {first}: {self.what}; {self.edge}"
 
 
 class OrderViolation(DeviceError):
@@ -54,15 +49,58 @@ class OrderViolation(DeviceError):
         self.violation = violation
 
 
-class _Accesses:
-    """What is remembered of one buffer: reads and writes, newest of each agent and region."""
+class _Operation(NamedTuple):
+    """What later operations have to come behind: the `epoch`th item of an agent."""
 
-    __slots__ = ("buffer", "reads", "writes")
+    agent: int
+    epoch: int
+    name: str
+    on: str
 
-    def __init__(self, buffer: Any) -> None:
-        self.buffer = buffer  # kept, so that its id is never given to another one
-        self.reads: list[Access] = []
-        self.writes: list[Access] = []
+
+class _Segment:
+    """Bytes that have always been accessed together: their last write, and the last read since then by each agent.
+
+    What came before the last write is not kept: it is ordered before it, so who comes behind the write comes behind
+    that too, and who does not is found out by the write.
+    """
+
+    __slots__ = ("reads", "write")
+
+    def __init__(self, write: _Operation | None, reads: dict[int, _Operation]) -> None:
+        self.write = write
+        self.reads = reads
+
+
+class _Shadow:
+    """The segments of one buffer, end to end: segment i is bytes [starts[i], starts[i + 1])."""
+
+    __slots__ = ("buffer", "nbytes", "segments", "starts")
+
+    def __init__(self, buffer: Buffer, gone: Any) -> None:
+        """gone: called once the buffer has gone, so that its id can be given to another one."""
+        self.buffer = ref(buffer, gone)
+        self.nbytes = buffer.nbytes
+        self.starts = [0, buffer.nbytes]
+        self.segments = [_Segment(None, {})]
+
+    def span(self, lo: int, hi: int) -> tuple[int, int]:
+        """Indices [i, j) of the segments that make up bytes [lo, hi)."""
+        if lo == 0 and hi == self.nbytes:
+            return 0, len(self.segments)
+        return self._split(lo), self._split(hi)
+
+    def _split(self, at: int) -> int:
+        i = bisect_left(self.starts, at)
+        if self.starts[i] != at:
+            old = self.segments[i - 1]
+            self.starts.insert(i, at)
+            self.segments.insert(i, _Segment(old.write, old.reads.copy()))
+        return i
+
+    def join(self, i: int, j: int) -> None:
+        """Make one segment of [i, j), which are alike."""
+        del self.starts[i + 1 : j], self.segments[i + 1 : j]
 
 
 class OrderChecker:
@@ -73,46 +111,60 @@ class OrderChecker:
         self.violations: list[Violation] = []
         self._collect = collect
         self._names = ["the launching thread", "the host functions"]
-        self._agents: dict[Any, int] = {}
-        self._clocks: list[Clock] = [[1, 0], [0, 0]]
-        self._records: dict[Any, Clock] = {}  # by event: what its latest record comes behind
-        self._waiting: dict[Any, dict[int, int]] = {}  # by event: epoch of each agent's wait for the latest record
-        self._unseen: dict[Any, Clock] = {}  # by completion, in the order of the calls
-        self._buffers: dict[int, _Accesses] = {}
+        self._agents: dict[Stream, int] = {}
+        self._clocks: list[Clock] = [[0, 0], [0, 0]]
+        self._host_changes = 0
+        self._host_known = [0, 0]  # by agent: how many of those changes its clock holds
+        self._records: dict[Event, Clock] = {}  # what the latest record comes behind
+        self._waiting: dict[Event, dict[int, int]] = {}  # epoch of each agent's wait for the latest record
+        self._unseen: dict[Completion, Clock] = {}  # in the order of the calls
+        self._called: dict[int, Clock] = {}  # by agent: what its latest host function comes behind, and itself
+        self._shadows: dict[int, _Shadow] = {}  # by id of the buffer
+
+    @property
+    def remembered(self) -> int:
+        """Segments, reads in them, records and completions that it keeps."""
+        segments = [segment for shadow in self._shadows.values() for segment in shadow.segments]
+        return sum(1 + len(segment.reads) for segment in segments) + len(self._records) + len(self._unseen)
 
     # ------------------------------------------------------------------ what the observer hears
 
     def launch(self, stream: Stream, name: str, reads: Regions, writes: Regions) -> None:
-        """An operation with the regions it touches."""
-        self._touch(self._advance(self._agent(stream)), name, reads, writes)
+        """An operation with the regions it touches. Raises OrderViolation."""
+        agent = self._advance(stream)
+        self._touch(_Operation(agent, self._clocks[agent][agent], name, self._names[agent]), reads, writes)
 
     def call(self, stream: Stream, completion: Completion, reads: Regions, writes: Regions) -> None:
-        """A host function: behind the stream's past, ahead of nothing on the stream."""
+        """A host function: behind the stream's past, ahead of nothing on the stream. Raises OrderViolation."""
         agent = self._agent(stream)
-        self._join(agent, self._clocks[HOST])
-        self._join(CALLS, self._clocks[agent])
-        self._clocks[CALLS][CALLS] += 1
-        self._touch(CALLS, completion.name, reads, writes)
-        self._unseen[completion] = self._clocks[CALLS].copy()
+        clock = self._clocks[CALLS]
+        _join(clock, self._clocks[agent])
+        clock[CALLS] += 1
+        on = f"the host functions of {self._names[agent]}"
+        self._unseen[completion] = self._called[agent] = clock.copy()
+        if len(self._unseen) > UNSEEN_MAX:
+            del self._unseen[next(iter(self._unseen))]
+        self._touch(_Operation(CALLS, clock[CALLS], completion.name, on), reads, writes)
 
     def record(self, stream: Stream, event: Event) -> None:
-        """A record of `event`."""
-        agent = self._advance(self._agent(stream))
+        """A record of `event`. Raises OrderViolation if a stream may still be waiting for the one before."""
+        agent = self._agent(stream)
         clock = self._clocks[agent]
-        for waiter, epoch in self._waiting.pop(event, {}).items():
-            if waiter != agent and clock[waiter] < epoch:
-                what = f"event {event.name} is recorded again while a wait for its earlier record may be pending"
-                wait, record = f"wait for {event.name}", f"record of {event.name}"
-                self._report(Violation(wait, self._names[waiter], record, self._names[agent], what))
+        waiting = self._waiting.pop(event, None)
         self._records[event] = clock.copy()
+        if waiting:
+            for waiter, epoch in waiting.items():
+                if clock[waiter] < epoch:
+                    self._report_recorded_again(event, waiter, agent)
 
     def wait(self, stream: Stream, event: Event) -> None:
         """A wait for the latest record of `event` reported so far (none: it does not block)."""
         awaited = self._records.get(event)
         if awaited is not None:
-            agent = self._advance(self._agent(stream))
-            self._waiting.setdefault(event, {})[agent] = self._clocks[agent][agent]
-            self._join(agent, awaited)
+            agent = self._advance(stream)
+            clock = self._clocks[agent]
+            self._waiting.setdefault(event, {})[agent] = clock[agent]
+            _join(clock, awaited)
 
     def graph_launch(self, stream: Stream, graph: Graph) -> None:
         """What follows comes from one replay of `graph`; it is reported operation by operation."""
@@ -122,92 +174,126 @@ class OrderChecker:
 
     def host_wait(self, event: Event | None, stream: Stream | None) -> None:
         """The launching thread knows that the latest record of `event`, or all of `stream`, was reached."""
-        if event is not None:
-            known = self._records.get(event)
-            if known is not None:
-                self._join(HOST, known)
+        if event is not None and event in self._records:
+            self._teach_host(self._records[event])
         if stream is not None:
-            self._join(HOST, self._clocks[self._agent(stream)])
+            agent = self._agent(stream)
+            self._teach_host(self._clocks[agent])
+            if agent in self._called:
+                self._teach_host(self._called[agent])
 
     def host_saw(self, completion: Completion) -> None:
         """The launching thread knows that this host function, and with it all before it, has run."""
         known = self._unseen.get(completion)
         if known is None:
             return
-        self._join(HOST, known)
+        self._teach_host(known)
         for earlier in list(self._unseen):
             del self._unseen[earlier]
             if earlier is completion:
                 break
 
     def host_access(self, name: str, reads: Regions, writes: Regions) -> None:
-        """The launching thread touches pinned memory, or knows that another process did so before this moment."""
-        self._clocks[HOST][HOST] += 1
-        self._touch(HOST, name, reads, writes)
+        """The launching thread touches pinned memory, or knows that another process did. Raises OrderViolation."""
+        clock = self._clocks[HOST]
+        clock[HOST] += 1
+        self._host_changes += 1
+        self._touch(_Operation(HOST, clock[HOST], name, self._names[HOST]), reads, writes)
 
     # ------------------------------------------------------------------ clocks
 
     def _agent(self, stream: Stream) -> int:
+        """The agent of a stream, behind all that the launching thread knows."""
         agent = self._agents.get(stream)
         if agent is None:
             agent = self._agents[stream] = len(self._clocks)
             self._names.append(f"stream {stream.name}")
-            for clock in (*self._clocks, *self._records.values(), *self._unseen.values()):
+            kept = (self._clocks, self._records.values(), self._unseen.values(), self._called.values())
+            for clock in {id(clock): clock for clocks in kept for clock in clocks}.values():
                 clock.append(0)
             self._clocks.append([0] * (agent + 1))
+            self._host_known.append(-1)
+        if self._host_known[agent] != self._host_changes:
+            self._host_known[agent] = self._host_changes
+            _join(self._clocks[agent], self._clocks[HOST])
         return agent
 
-    def _advance(self, agent: int) -> int:
-        """Begin another operation of `agent`: behind all that the launching thread knows."""
-        self._join(agent, self._clocks[HOST])
+    def _advance(self, stream: Stream) -> int:
+        """Begin another item of the stream."""
+        agent = self._agent(stream)
         self._clocks[agent][agent] += 1
         return agent
 
-    def _join(self, agent: int, known: Clock) -> None:
-        clock = self._clocks[agent]
-        clock[:] = map(max, clock, known)
+    def _teach_host(self, known: Clock) -> None:
+        _join(self._clocks[HOST], known)
+        self._host_changes += 1
 
     # ------------------------------------------------------------------ accesses
 
-    def _touch(self, agent: int, name: str, reads: Regions, writes: Regions) -> None:
+    def _touch(self, operation: _Operation, reads: Regions, writes: Regions) -> None:
+        agent = operation.agent
         clock = self._clocks[agent]
         for region in reads:
-            seen = self._accesses(region)
-            self._compare(agent, name, READ, region, seen.writes, WRITE)
-            _remember(seen.reads, Access(agent, clock[agent], region.lo, region.hi, name))
+            shadow = self._shadow(region.buffer)
+            i, j = shadow.span(region.lo, region.hi)
+            for at in range(i, j):
+                segment = shadow.segments[at]
+                last = segment.write
+                if last is not None and clock[last.agent] < last.epoch:
+                    self._report(last, WRITE, operation, READ, region, shadow, at)
+                segment.reads[agent] = operation
         for region in writes:
-            seen = self._accesses(region)
-            self._compare(agent, name, WRITE, region, seen.writes, WRITE)
-            self._compare(agent, name, WRITE, region, seen.reads, READ)
-            _remember(seen.writes, Access(agent, clock[agent], region.lo, region.hi, name))
+            shadow = self._shadow(region.buffer)
+            i, j = shadow.span(region.lo, region.hi)
+            for at in range(i, j):
+                segment = shadow.segments[at]
+                last = segment.write
+                if last is not None and clock[last.agent] < last.epoch:
+                    self._report(last, WRITE, operation, WRITE, region, shadow, at)
+                segment.write = operation
+                if segment.reads:
+                    for last in segment.reads.values():
+                        if clock[last.agent] < last.epoch:
+                            self._report(last, READ, operation, WRITE, region, shadow, at)
+                    segment.reads.clear()
+            if j - i > 1:
+                shadow.join(i, j)
 
-    def _accesses(self, region: Region) -> _Accesses:
-        seen = self._buffers.get(id(region.buffer))
-        if seen is None:
-            seen = self._buffers[id(region.buffer)] = _Accesses(region.buffer)
-        return seen
+    def _shadow(self, buffer: Buffer) -> _Shadow:
+        key = id(buffer)
+        shadow = self._shadows.get(key)
+        if shadow is None:
+            shadows = self._shadows
+            shadow = shadows[key] = _Shadow(buffer, lambda _: shadows.pop(key, None))
+        return shadow
 
-    def _compare(self, agent: int, name: str, kind: str, region: Region, seen: list[Access], seen_kind: str) -> None:
-        clock = self._clocks[agent]
-        for other in seen:
-            if (
-                clock[other.agent] < other.epoch
-                and other.agent != agent
-                and region.lo < other.hi
-                and other.lo < region.hi
-            ):
-                lo, hi = max(region.lo, other.lo), min(region.hi, other.hi)
-                what = f"{kind} after {seen_kind} of {region.buffer.name}[{lo}:{hi}] bytes"
-                self._report(Violation(other.name, self._names[other.agent], name, self._names[agent], what))
+    # ------------------------------------------------------------------ violations
 
-    def _report(self, violation: Violation) -> None:
+    def _report(
+        self, last: _Operation, kind: str, new: _Operation, new_kind: str, region: Region, shadow: _Shadow, at: int
+    ) -> None:
+        first, second = f"'{last.name}'", f"'{new.name}'"
+        if last.agent == CALLS:
+            edge = f"let the launching thread see that {first} has run before it goes on to {second}"
+        elif new.agent == HOST:
+            edge = f"let the launching thread see a host function that is queued behind {first} before {second}"
+        else:
+            edge = f"record an event on {last.on} behind {first} and let {new.on} wait for it"
+        lo, hi = max(region.lo, shadow.starts[at]), min(region.hi, shadow.starts[at + 1])
+        what = f"{new_kind} after {kind} of bytes [{lo}, {hi}) of {region.buffer.name}"
+        self._keep(Violation(last.name, last.on, new.name, new.on, what, edge))
+
+    def _report_recorded_again(self, event: Event, waiter: int, recorder: int) -> None:
+        first, second = self._names[waiter], self._names[recorder]
+        what = f"event {event.name} is recorded again while the wait for its earlier record may be pending"
+        edge = f"let {second} wait for something behind the wait on {first}, or take another event"
+        self._keep(Violation(f"wait for {event.name}", first, f"record of {event.name}", second, what, edge))
+
+    def _keep(self, violation: Violation) -> None:
         self.violations.append(violation)
         if not self._collect:
             raise OrderViolation(violation)
 
 
-def _remember(seen: list[Access], access: Access) -> None:
-    """Add an access. Earlier ones of the same agent that it covers go: who comes behind the new one is behind them."""
-    kept = [old for old in seen if old.agent != access.agent or old.lo < access.lo or old.hi > access.hi]
-    kept.append(access)
-    seen[:] = kept
+def _join(clock: Clock, known: Clock) -> None:
+    clock[:] = map(max, clock, known)

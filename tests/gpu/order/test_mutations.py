@@ -166,7 +166,7 @@ def test_the_violation_names_both_launches_both_streams_and_the_region(
     assert violation is not None
     text = str(violation)
     assert first in text and second in text, text
-    assert "bytes" in text and "nothing that stream" in text, text
+    assert "bytes" in text and "record an event on" in text, text
     assert buffer in text or "descriptor" in text or "sampling" in text, text
 
 
