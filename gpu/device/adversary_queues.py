@@ -146,6 +146,11 @@ class Queues:
             self.run_until(self.calls[self.calls_run].place)
             self.run(CALLS)
 
+    def pass_time(self) -> None:
+        """The host has nothing to do: one thing runs, if there is anything."""
+        if enabled := self.enabled():
+            self.run(enabled[self.policy.choose(enabled)])
+
     def drain(self) -> None:
         """The host waits for everything."""
         while enabled := self.enabled():
