@@ -25,7 +25,7 @@ from shm.stats import Stats
 from tests.gpu.paged_mill import PagedMill, mill_sample, reference, small_config
 from tests.procs.simulated_server import Request, new_ledger
 
-TURNS_MAX = 2000
+TURNS_MAX = 600
 
 
 @dataclass

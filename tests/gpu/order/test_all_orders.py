@@ -154,6 +154,23 @@ PROGRAMS: dict[str, tuple[list[dict[str, Any]], list[list[int]]]] = {
         ],
         [[ONE[0], THREE[0]], [ONE[1], THREE[1]], [ONE[2], THREE[1]], [THREE[2], ONE[3]]],
     ),
+    "every lane three times": (
+        [
+            {"fill": {1: [1, 2, 3]}, "chunks": [(1, 0, 0, 3, 1)]},
+            {"decode": [1]},
+            {"decode": [1], "fill": {2: [4, 5]}, "chunks": [(2, 2, 0, 2, 1)]},
+            {"decode": [1, 2]},
+            {"decode": [2], "fill": {1: [3, 6, 7]}, "chunks": [(1, 1, 0, 6, 1)]},
+            {"decode": [2, 1]},
+            {"decode": [1], "fill": {3: [5, 4]}, "chunks": [(3, 2, 0, 2, 1)]},
+            {"decode": [3, 1]},
+            {"decode": [1, 3]},
+        ],
+        [
+            [ONE[0]], [ONE[1]], [ONE[2], THREE[0]], [ONE[3], THREE[1]], [THREE[2], TWO[0]], [THREE[3], TWO[1]],
+            [TWO[2], THREE[0]], [THREE[1], TWO[3]], [TWO[4], THREE[2]],
+        ],
+    ),
     "a prompt in two chunks, and its row grows": (
         [
             {"fill": {2: [3, 4]}, "chunks": [(2, 1, 0, 2, 0)]},
@@ -163,7 +180,7 @@ PROGRAMS: dict[str, tuple[list[dict[str, Any]], list[list[int]]]] = {
         ],
         [[], [TWO[0], ONE[0]], [ONE[1], TWO[1]], [TWO[2], ONE[2]]],
     ),
-}
+}  # fmt: skip
 
 
 def queue(bench: Bench, steps: list[dict[str, Any]]) -> list[Issued]:
