@@ -14,7 +14,7 @@ Two buffers are taken to share no byte: whoever registers the same memory twice 
 
 from bisect import bisect_left
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 from weakref import ref
 
 from gpu.device.protocol import Buffer, Completion, DeviceError, Event, Graph, Region, Regions, Stream
@@ -49,13 +49,19 @@ class OrderViolation(DeviceError):
         self.violation = violation
 
 
-class _Operation(NamedTuple):
+class _Operation:
     """What later operations have to come behind: the `epoch`th item of an agent."""
 
-    agent: int
-    epoch: int
-    name: str
-    on: str
+    __slots__ = ("agent", "epoch", "name", "on")
+
+    def __init__(self, agent: int, epoch: int, name: str, on: str) -> None:
+        self.agent = agent
+        self.epoch = epoch
+        self.name = name
+        self.on = on
+
+
+_BEGINNING = _Operation(HOST, 0, "", "")  # of all memory: everything comes behind it
 
 
 class _Segment:
@@ -67,7 +73,7 @@ class _Segment:
 
     __slots__ = ("reads", "write")
 
-    def __init__(self, write: _Operation | None, reads: dict[int, _Operation]) -> None:
+    def __init__(self, write: _Operation, reads: dict[int, _Operation]) -> None:
         self.write = write
         self.reads = reads
 
@@ -82,13 +88,11 @@ class _Shadow:
         self.buffer = ref(buffer, gone)
         self.nbytes = buffer.nbytes
         self.starts = [0, buffer.nbytes]
-        self.segments = [_Segment(None, {})]
+        self.segments = [_Segment(_BEGINNING, {})]
 
-    def span(self, lo: int, hi: int) -> tuple[int, int]:
-        """Indices [i, j) of the segments that make up bytes [lo, hi)."""
-        if lo == 0 and hi == self.nbytes:
-            return 0, len(self.segments)
-        return self._split(lo), self._split(hi)
+    def cut(self, lo: int, hi: int) -> list[_Segment]:
+        """The segments that make up bytes [lo, hi)."""
+        return self.segments[self._split(lo) : self._split(hi)]
 
     def _split(self, at: int) -> int:
         i = bisect_left(self.starts, at)
@@ -98,8 +102,9 @@ class _Shadow:
             self.segments.insert(i, _Segment(old.write, old.reads.copy()))
         return i
 
-    def join(self, i: int, j: int) -> None:
-        """Make one segment of [i, j), which are alike."""
+    def join(self, lo: int, hi: int) -> None:
+        """Make one segment of those of [lo, hi), which are alike."""
+        i, j = bisect_left(self.starts, lo), bisect_left(self.starts, hi)
         del self.starts[i + 1 : j], self.segments[i + 1 : j]
 
 
@@ -231,47 +236,41 @@ class OrderChecker:
     # ------------------------------------------------------------------ accesses
 
     def _touch(self, operation: _Operation, reads: Regions, writes: Regions) -> None:
-        agent = operation.agent
+        agent, shadows = operation.agent, self._shadows
         clock = self._clocks[agent]
         for region in reads:
-            shadow = self._shadow(region.buffer)
-            i, j = shadow.span(region.lo, region.hi)
-            for at in range(i, j):
-                segment = shadow.segments[at]
+            buffer, lo, hi = region
+            shadow = shadows.get(id(buffer)) or self._shadow(buffer)
+            for segment in shadow.segments if hi - lo == shadow.nbytes else shadow.cut(lo, hi):
                 last = segment.write
-                if last is not None and clock[last.agent] < last.epoch:
-                    self._report(last, WRITE, operation, READ, region, shadow, at)
+                if clock[last.agent] < last.epoch:
+                    self._report(last, WRITE, operation, READ, region, segment)
                 segment.reads[agent] = operation
         for region in writes:
-            shadow = self._shadow(region.buffer)
-            i, j = shadow.span(region.lo, region.hi)
-            for at in range(i, j):
-                segment = shadow.segments[at]
+            buffer, lo, hi = region
+            shadow = shadows.get(id(buffer)) or self._shadow(buffer)
+            segments = shadow.segments if hi - lo == shadow.nbytes else shadow.cut(lo, hi)
+            for segment in segments:
                 last = segment.write
-                if last is not None and clock[last.agent] < last.epoch:
-                    self._report(last, WRITE, operation, WRITE, region, shadow, at)
+                if clock[last.agent] < last.epoch:
+                    self._report(last, WRITE, operation, WRITE, region, segment)
                 segment.write = operation
                 if segment.reads:
                     for last in segment.reads.values():
                         if clock[last.agent] < last.epoch:
-                            self._report(last, READ, operation, WRITE, region, shadow, at)
+                            self._report(last, READ, operation, WRITE, region, segment)
                     segment.reads.clear()
-            if j - i > 1:
-                shadow.join(i, j)
+            if len(segments) > 1:
+                shadow.join(lo, hi)
 
     def _shadow(self, buffer: Buffer) -> _Shadow:
-        key = id(buffer)
-        shadow = self._shadows.get(key)
-        if shadow is None:
-            shadows = self._shadows
-            shadow = shadows[key] = _Shadow(buffer, lambda _: shadows.pop(key, None))
-        return shadow
+        """A new one."""
+        key, shadows = id(buffer), self._shadows
+        return shadows.setdefault(key, _Shadow(buffer, lambda _: shadows.pop(key, None)))
 
     # ------------------------------------------------------------------ violations
 
-    def _report(
-        self, last: _Operation, kind: str, new: _Operation, new_kind: str, region: Region, shadow: _Shadow, at: int
-    ) -> None:
+    def _report(self, last: _Operation, kind: str, new: _Operation, new_kind: str, at: Region, part: _Segment) -> None:
         first, second = f"'{last.name}'", f"'{new.name}'"
         if last.agent == CALLS:
             edge = f"let the launching thread see that {first} has run before it goes on to {second}"
@@ -279,8 +278,10 @@ class OrderChecker:
             edge = f"let the launching thread see a host function that is queued behind {first} before {second}"
         else:
             edge = f"record an event on {last.on} behind {first} and let {new.on} wait for it"
-        lo, hi = max(region.lo, shadow.starts[at]), min(region.hi, shadow.starts[at + 1])
-        what = f"{new_kind} after {kind} of bytes [{lo}, {hi}) of {region.buffer.name}"
+        shadow = self._shadows[id(at.buffer)]
+        i = shadow.segments.index(part)
+        lo, hi = shadow.starts[i], shadow.starts[i + 1]
+        what = f"{new_kind} after {kind} of bytes [{lo}, {hi}) of {at.buffer.name}"
         self._keep(Violation(last.name, last.on, new.name, new.on, what, edge))
 
     def _report_recorded_again(self, event: Event, waiter: int, recorder: int) -> None:
