@@ -43,7 +43,7 @@ class CudaDevice:
     warms_before_capture = True  # kernels are compiled, and libraries find their workspaces, outside of captures
 
     def __init__(
-        self, observer: Observer | None = None, *, guard: LaunchGuard | None = None, api: CudaApi | None = None
+        self, observer: Observer | None = None, guard: LaunchGuard | None = None, *, api: CudaApi | None = None
     ) -> None:
         self.api = torch_cuda() if api is None else api
         self.observer = observer
@@ -229,7 +229,7 @@ class CudaDevice:
 
     def synchronize(self) -> None:
         """Block the caller until every stream has run out of work. Raises DeviceError."""
-        self.check()
+        self.waits("Device.synchronize")
         for stream in self._streams:
             stream.synchronize()
 

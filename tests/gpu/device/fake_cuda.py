@@ -217,10 +217,11 @@ class FakeRuntime:
 
 
 class FakeCuda:
-    """The GPU and torch's state of it. `log`: (call, operands ...) of every driver call, in order."""
+    """The GPU and torch's state of it. `log`: (call, operands ...) of every driver call of the thread that made it."""
 
     def __init__(self, *, pool: int = POOL, clock: Callable[[], int] = time.monotonic_ns) -> None:
         self.log: list[tuple[Any, ...]] = []
+        self.thread = threading.get_ident()
         self.tracks = {handle: Track(handle) for handle in (0, *(0x100 + i for i in range(pool)))}
         self.runtime = FakeRuntime(self)
         self.capturing_thread: int | None = None
@@ -292,7 +293,8 @@ class FakeCuda:
     def call(self, *what: Any) -> None:
         """Log a driver call. Raises the error that stuck, as CUDA does from then on."""
         with self._lock:
-            self.log.append(what)
+            if threading.get_ident() == self.thread:
+                self.log.append(what)
             if self._error is not None:
                 raise FakeError(f"CUDA error: {self._error}")
 
