@@ -32,9 +32,9 @@ from shm.tensor_map import ModelError
 from shm.trace import TraceWriter, What
 
 if TYPE_CHECKING:
-    from gpu.device.protocol import Completion, Device
+    from gpu.backend import Backend
+    from gpu.device.protocol import Completion
     from gpu.lanes import ResultSlot
-    from gpu.step import StepProgram
 
 SWITCH_INTERVAL_S = 5e-5  # how long a stream may have to wait for the interpreter lock, see gpu.device.host
 LAUNCH_LANE, RESULT_LANE = 0, 1  # trace lanes
@@ -86,8 +86,7 @@ class Executor:
     def __init__(
         self,
         config: ServerConfig,
-        device: Device,
-        program: StepProgram,
+        backend: Backend,
         rings: tuple[RingConsumer, RingProducer],
         stats: StatsWriter,
         traces: tuple[TraceWriter, TraceWriter],
@@ -97,8 +96,10 @@ class Executor:
 
         steps, results = rings
         steps.resume_after(results.last_source_seq)  # a predecessor may have died between its two stores
+        device = backend.device
         self._device = device
-        self._program = program
+        self._program = backend.program
+        self._checks = backend.checks
         self._steps, self._results = steps, results
         self._stats = stats
         self._trace = traces[LAUNCH_LANE]
@@ -123,13 +124,14 @@ class Executor:
 
     def serve(self, bell: Doorbell, beat: Callable[[], None], stopping: Callable[[], bool]) -> None:
         """Launch steps until `stopping()` and nothing is queued. Raises DeviceError once the device has failed."""
-        while True:
-            beat()
-            self._device.check()
-            if bell.wait(self._ready):
-                self.launch_next()
-            elif stopping():
-                return
+        with self._checks.launch_loop():
+            while True:
+                beat()
+                self._device.check()
+                if bell.wait(self._ready):
+                    self.launch_next()
+                elif stopping():
+                    return
 
     def launch_next(self) -> None:
         """Queue the next step on the device. Call only when one is there."""
@@ -141,6 +143,7 @@ class Executor:
         number, decode_rows = step.view.step, step.view.n_decode
         complete = partial(self._end.complete, result, self._next, record.time_ns, decode_rows)
         mixed = step.view.n_chunks > 0
+        self._checks.descriptor(step.view)
         self._in_flight.append(self._program.enqueue(step, result, complete))
         self._next += 1
         self._next_result += 1
@@ -169,36 +172,20 @@ class Executor:
         return self._results.space() - len(self._in_flight)
 
 
-def build_program(stage: child.Child, device: Device) -> StepProgram:
-    """Open the weights and make the model and its step program. Raises StartupError for what the user can mend."""
-    from gpu.kernels.host_step import HostStepKernels
-    from gpu.kernels.sampling import sample
-    from gpu.models.llama import HostLlama
-    from gpu.models.weights import open_weights
-    from gpu.step import StepProgram
+def open_backend(stage: child.Child) -> Backend:
+    """Open the device and the model. Raises StartupError for what the user can mend."""
+    from gpu import backend
+    from gpu.device.protocol import DeviceError
 
     config = stage.config
     try:
-        model = HostLlama(
-            config.model,
-            open_weights(config.model),
-            dtype=config.dtype,
-            page_size=config.page_size,
-            pages=config.pages,
-            pages_per_row=config.pages_per_row,
-            max_tokens=config.max_running + config.prefill_chunk,
-            max_seqs=ResultLayout(config).max_rows,
-            threads=config.threads,
-            progress=stage.progress,
-        )
-        kernels = HostStepKernels(
-            StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison
-        )
-        return StepProgram(device, config, model, kernels, partial(sample, team=model.team), stage.ledger.tokens)
+        return backend.open_backend(config, stage.ledger.tokens, stage.progress)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
         ) from error
+    except DeviceError as error:
+        raise child.StartupError(f"device {config.device}: {error}") from error
     except (OSError, ModelError, ValueError) as error:
         raise child.StartupError(f"{config.model.path}: {error}") from error
 
@@ -208,11 +195,10 @@ def main() -> None:
     with child.start() as stage:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         stage.progress(f"loading {stage.config.model.name}")
-        from gpu.device.host import HostDevice
+        opened = open_backend(stage)
         from gpu.warm_up import WarmUp
 
-        device = HostDevice()
-        program = build_program(stage, device)
+        device, program = opened.device, opened.program
         stats = stage.stats_writer()
         begin_ns = time.monotonic_ns()
         graphs = WarmUp(device, stage.config, program).run()
@@ -222,7 +208,7 @@ def main() -> None:
         stats.set("graphs", graphs)
         stats.set("kv_bytes", program.kv_bytes)
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
-        executor = Executor(stage.config, device, program, rings, stats, traces)
+        executor = Executor(stage.config, opened, rings, stats, traces)
         gc.freeze()  # what is here now stays: no collection needs to look at it again
         stage.ready(f"{graphs} graphs")
         executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)

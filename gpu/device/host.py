@@ -22,6 +22,7 @@ from numpy.typing import DTypeLike, NDArray
 
 from gpu.device import protocol
 from gpu.device.buffers import ArrayBuffer
+from gpu.device.guard import LaunchGuard
 from gpu.device.protocol import DeviceError, Observer, Region, Regions
 
 _JOIN_SECONDS_MAX = 60.0
@@ -87,7 +88,7 @@ class HostStream:
 
     def synchronize(self) -> None:
         """Block the caller until everything queued so far has run. Raises DeviceError."""
-        self.device.check()
+        self.device.waits("Stream.synchronize")
         if self.capturing is not None:
             raise DeviceError(f"stream {self.name} is capturing")
         marker = _Marker(self)
@@ -156,7 +157,7 @@ class HostEvent:
 
     def synchronize(self) -> None:
         """Block the caller until the latest record was reached. Raises DeviceError."""
-        self.device.check()
+        self.device.waits("Event.synchronize")
         if self.latest is not None:
             self.latest.wait()
         self.device.check()
@@ -262,12 +263,16 @@ class HostGraph:
 
 
 class HostDevice:
-    """Streams, events, graphs and memory on a CPU, see `protocol.Device`. `observer` hears of all that is queued."""
+    """Streams, events, graphs and memory on a CPU, see `protocol.Device`. `observer` hears of all that is queued.
+
+    guard: closes the memory to the launch loop, and refuses calls of it that wait; see `guard`.
+    """
 
     warms_before_capture = False  # what a graph runs was compiled before, whatever its size
 
-    def __init__(self, observer: Observer | None = None) -> None:
+    def __init__(self, observer: Observer | None = None, guard: LaunchGuard | None = None) -> None:
         self.observer = observer
+        self._guard = guard
         self.failed = False
         self._error: tuple[str, BaseException] | None = None
         self._error_lock = allocate_lock()
@@ -291,15 +296,24 @@ class HostDevice:
 
     def buffer(self, shape: Sequence[int], dtype: DTypeLike, name: str) -> ArrayBuffer:
         """Zeroed memory of `shape` and `dtype`."""
-        return ArrayBuffer(name, np.zeros(tuple(shape), dtype))
+        return self._watched(name, np.zeros(tuple(shape), dtype))
 
     def pinned(self, array: NDArray[Any], name: str) -> ArrayBuffer:
         """Registers C-contiguous host memory; a CPU needs nothing more than its name."""
-        return ArrayBuffer(name, array)
+        return ArrayBuffer(name, array if self._guard is None else self._guard.pin(array))
 
     def adopt(self, array: NDArray[Any], name: str) -> ArrayBuffer:
         """Memory that somebody else allocated."""
-        return ArrayBuffer(name, array)
+        return self._watched(name, array)
+
+    def _watched(self, name: str, array: NDArray[Any]) -> ArrayBuffer:
+        return ArrayBuffer(name, array if self._guard is None else self._guard.watch(array))
+
+    def waits(self, what: str) -> None:
+        """On the way of every call that waits."""
+        self.check()
+        if self._guard is not None:
+            self._guard.refuse(what)
 
     def launch(
         self, stream: protocol.Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str
@@ -367,7 +381,7 @@ class HostDevice:
 
     def synchronize(self) -> None:
         """Block the caller until every stream has run out of work. Raises DeviceError."""
-        self.check()
+        self.waits("Device.synchronize")
         for stream in self._streams:
             stream.synchronize()
 

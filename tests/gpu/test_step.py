@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from gpu.device.host import HostDevice
+from gpu.device.order import OrderChecker
 from gpu.device.protocol import DeviceError
 from gpu.lanes import LANES
 from tests.gpu.paged_mill import Bench, reference, small_config
@@ -35,8 +36,8 @@ class Gate:
 def make() -> Iterator[Callable[..., Bench]]:
     devices: list[HostDevice] = []
 
-    def build(early_lengths: bool = False, **changes: Any) -> Bench:
-        devices.append(HostDevice())
+    def build(early_lengths: bool = False, checked: bool = True, **changes: Any) -> Bench:
+        devices.append(HostDevice(OrderChecker() if checked else None))
         return Bench(devices[-1], small_config(**changes), early_lengths=early_lengths)
 
     yield build
@@ -164,7 +165,7 @@ def test_enqueue_returns_while_the_device_stands_still(make: Callable[..., Bench
 @pytest.mark.parametrize("fenced", [True, False])
 def test_the_fence_keeps_later_slot_writes_behind_the_steps_reads(make: Callable[..., Bench], fenced: bool) -> None:
     """Invariant 4. A request ends in a step that is queued; its entry goes to another one, whose writes must wait."""
-    bench = make()
+    bench = make(checked=fenced)
     program = bench.program
     bench.prompt(0, PROMPTS[1])
     bench.prompt(1, PROMPTS[0])
@@ -191,7 +192,7 @@ def test_the_fence_keeps_later_slot_writes_behind_the_steps_reads(make: Callable
 @pytest.mark.parametrize("guarded", [True, False])
 def test_a_lane_is_not_taken_again_while_its_result_is_still_read(make: Callable[..., Bench], guarded: bool) -> None:
     """Invariant 6, with a copy stream that lags behind by more steps than there are lanes."""
-    bench = make()
+    bench = make(checked=guarded)
     program = bench.program
     bench.prompt(0, PROMPTS[0])
     bench.step(slots=bench.fill(1, [1, 2, 3, 4, 5, 6]), chunks=[(1, 0, 0, 3, 1)])

@@ -8,7 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu.backend import Backend, Checks
+from gpu.device.guard import LaunchGuard
 from gpu.device.host import HostDevice
+from gpu.device.order import OrderChecker
 from gpu.device.protocol import DeviceError
 from gpu.kernels.host_step import HostStepKernels
 from gpu.step import StepProgram
@@ -59,7 +62,8 @@ class Rig:
 
     def start(self) -> None:
         """A fresh device and executor on the same rings, as after a restart."""
-        self.device = HostDevice()
+        guard, checker = LaunchGuard(), OrderChecker()
+        self.device = HostDevice(checker, guard)
         model = PagedMill(self.config.pages, self.config.page_size)
         kernels = HostStepKernels(
             StepLayout(self.config), page_size=self.config.page_size, pages=self.config.pages, poison=False
@@ -68,8 +72,7 @@ class Rig:
         WarmUp(self.device, self.config, self.program).run()
         self.executor = Executor(
             self.config,
-            self.device,
-            self.program,
+            Backend(self.device, self.program, Checks(checker, guard)),
             (self.rings["step"].attach_consumer(), self.rings["result"].attach_producer()),
             self.stats.writer("gpu"),
             (self.trace.writer("gpu", 0), self.trace.writer("gpu", 1)),

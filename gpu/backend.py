@@ -1,0 +1,100 @@
+"""The backend: the device that was configured, the model on it, and its step program, put together.
+
+Owns the choice between the devices, and what `--check-order` switches on with either: the order checker, the guard
+against blocking calls, the audit of descriptors. What belongs to one device is imported only when that device is
+wanted. It launches nothing.
+"""
+
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from gpu.descriptor_audit import DescriptorAudit
+from gpu.device.guard import LaunchGuard
+from gpu.device.order import OrderChecker
+from gpu.device.protocol import Device, Observer
+from gpu.kernels.step_kernels import Array
+from gpu.models.weights import WeightSource, open_weights
+from gpu.step import StepProgram
+from shm.config import ServerConfig
+from shm.records import ResultLayout, StepLayout, StepView
+
+Progress = Any  # Callable[[str], None] | None
+
+
+@dataclass(frozen=True)
+class Checks:
+    """What looks on while the program runs; nothing unless it was asked for."""
+
+    observer: Observer | None = None
+    guard: LaunchGuard | None = None
+    audit: DescriptorAudit | None = None
+
+    def descriptor(self, step: StepView) -> None:
+        """Look at a descriptor before it is queued. Raises DeviceError."""
+        if self.audit is not None:
+            self.audit.check(step)
+
+    def launch_loop(self) -> AbstractContextManager[None]:
+        """Inside of it, whatever would wait for the device raises DeviceError."""
+        return nullcontext() if self.guard is None else self.guard.section()
+
+
+@dataclass(frozen=True)
+class Backend:
+    """What the gpu process works with."""
+
+    device: Device
+    program: StepProgram
+    checks: Checks
+
+
+def open_backend(config: ServerConfig, ledger_tokens: Array, progress: Progress) -> Backend:
+    """Open the device and the weights, and make the program. ledger_tokens: plane i32[rows, max_len] of the ledger.
+
+    Raises DeviceError if there is no such device, ModelError, OSError or ValueError for a model that cannot be served,
+    MemoryError if it does not fit.
+    """
+    weights = open_weights(config.model)
+    if config.device == "cuda":
+        from gpu.cuda_backend import open_cuda
+        from gpu.device.guard_torch import TorchGuard
+
+        checks = _checks(config, partial(TorchGuard, cuda=True))
+        device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
+    else:
+        checks = _checks(config, LaunchGuard)
+        device, program = _open_host(config, weights, ledger_tokens, progress, checks)
+    return Backend(device, program, checks)
+
+
+def _checks(config: ServerConfig, guard: Callable[[], LaunchGuard]) -> Checks:
+    return Checks(OrderChecker(), guard(), DescriptorAudit(config)) if config.check_order else Checks()
+
+
+def _open_host(
+    config: ServerConfig, weights: WeightSource, ledger_tokens: Array, progress: Progress, checks: Checks
+) -> tuple[Device, StepProgram]:
+    from gpu.device.host import HostDevice
+    from gpu.kernels.host_step import HostStepKernels
+    from gpu.kernels.sampling import sample
+    from gpu.models.llama import HostLlama
+
+    model = HostLlama(
+        config.model,
+        weights,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        pages=config.pages,
+        pages_per_row=config.pages_per_row,
+        max_tokens=config.max_running + config.prefill_chunk,
+        max_seqs=ResultLayout(config).max_rows,
+        threads=config.threads,
+        progress=progress,
+    )
+    kernels = HostStepKernels(StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison)
+    device = HostDevice(checks.observer, checks.guard)
+    sampler: Any = partial(sample, team=model.team)
+    return device, StepProgram(device, config, model, kernels, sampler, ledger_tokens)
