@@ -99,8 +99,9 @@ class DescriptorAudit:
         for chunk in chunks:
             self._check_chunk(chunk)
         self._check_decode(decode)
-        self._check_pages(decode, chunks)
-        self._advance(decode, chunks)
+        written = self._writes(decode, chunks)
+        self._check_pages(*written)
+        self._advance(decode, chunks, *written)
 
     # ------------------------------------------------------------------ lives
 
@@ -108,10 +109,12 @@ class DescriptorAudit:
         config = self._config
         named = [*decode.tolist(), *(chunk.entry for chunk in chunks)]
         for entry in (*named, *begun):
-            self._demand(0 < entry < config.entries, "there is no such entry for a request", entry)
+            if not 0 < entry < config.entries:
+                self._demand(False, "there is no such entry for a request", entry)
         for what, entries in (("takes part", named), ("begins", begun)):
-            for entry, times in Counter(entries).items():
-                self._demand(times == 1, f"{what} {times} times", entry)
+            if len(set(entries)) < len(entries):
+                ((entry, times),) = Counter(entries).most_common(1)
+                self._demand(False, f"{what} {times} times", entry)
         self._demand(bool(named), "nobody takes part")
         self._demand(len(named) <= config.max_running, f"{len(named)} rows take part, {config.max_running} may run")
         self._demand(view.kind == STEP_MIXED or not chunks, "a decode step has chunks")
@@ -174,9 +177,8 @@ class DescriptorAudit:
             self._pages[entry, index], self._given[entry, index] = page, self._gifts[page]
             self._page_count[entry] = count + 1
 
-    def _check_pages(self, decode: Ints, chunks: list[_Chunk]) -> None:
+    def _check_pages(self, rows: Ints, begins: Ints, ends: Ints) -> None:
         """Every page of a row that takes part is still the row's, and what one row writes no other one has."""
-        rows, begins, ends = self._writes(decode, chunks)
         first, last = begins // self._page_size, (ends - 1) // self._page_size
         index = np.arange(int(self._page_count[rows].max()))
         has = index < self._page_count[rows, None]
@@ -204,13 +206,12 @@ class DescriptorAudit:
         ends = [*high.tolist(), *(chunk.end for chunk in chunks)]
         return np.array(rows), np.array(begins), np.array(ends)
 
-    def _advance(self, decode: Ints, chunks: list[_Chunk]) -> None:
+    def _advance(self, decode: Ints, chunks: list[_Chunk], rows: Ints, begins: Ints, ends: Ints) -> None:
         """From here on the step is an earlier one."""
-        rows, _, ends = self._writes(decode, chunks)
-        index = np.arange(int(self._page_count[rows].max()))
+        index = np.arange(int(begins.min()) // self._page_size, int(self._page_count[rows].max()))
         own = (index >= self._shared[rows, None]) & (index < self._page_count[rows, None])
         filled = np.minimum(ends[:, None] - index * self._page_size, self._page_size)
-        pages = self._pages[rows, : len(index)][own]
+        pages = self._pages[rows[:, None], index][own]
         self._written[pages] = np.maximum(self._written[pages], filled[own])
         self._decodes[decode] += 1
         self._latest[decode] = self._steps
