@@ -1,7 +1,7 @@
 """From the options of the command line to a ServerConfig: finds the model, works out what was not given.
 
-Owns the defaults that depend on the model, the device and the machine. Every fault of a value ends up as a CliError, one
-line that names the option. It starts nothing and keeps nothing open.
+Owns the defaults that depend on model, device and machine. Every fault of a value ends up as a CliError, one line that
+names the option. It starts nothing and keeps nothing open.
 """
 
 from __future__ import annotations
