@@ -25,16 +25,15 @@ PAGE_SIZE, PAGES_PER_ROW, PAGES = 16, 3, 10
 SIZES = {"page_size": PAGE_SIZE, "pages": PAGES, "pages_per_row": PAGES_PER_ROW, "max_tokens": 40, "max_seqs": 40}
 # Root mean square error, relative to that of the logits.
 FLOAT32_CLOSE, BF16_CLOSE = 1e-5, 2e-2
-IDS = {"a": [int(t) for t in np.random.default_rng(1).integers(3, 304, 37)], "b": list(range(20, 51)), "pad": [0]}
-# Each pass: sequence, first token, tokens. Prompts in chunks, a mixed step, decode steps; "pad" is a padding row.
+IDS = {"a": [int(t) for t in np.random.default_rng(1).integers(3, 304, 20)], "b": [9, 280, 33, 70, 4], "pad": [0]}
+# Each pass: sequence, first token, tokens. A prompt in chunks across pages, decode steps; "pad" is a padding row.
 PASSES = [
-    [("a", 0, 15)],
-    [("b", 0, 18), ("a", 15, 20)],
-    [("b", 18, 1), ("pad", 0, 1), ("a", 35, 1)],
-    [("a", 36, 1), ("b", 19, 1)],
-    [("b", 20, 11)],
+    [("a", 0, 7)],
+    [("b", 0, 3), ("a", 7, 11)],
+    [("b", 3, 1), ("pad", 0, 1), ("a", 18, 1)],
+    [("a", 19, 1), ("b", 4, 1)],
 ]
-PAGE_ROWS = {"a": [7, 2, 5], "b": [4, 9, 0], "pad": [0, 0, 0]}
+PAGE_ROWS = {"a": [7, 2, 8], "b": [4, 8, 8], "pad": [0, 0, 0]}
 
 
 class Changed:
@@ -62,7 +61,7 @@ class Bfloat16:
 def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[ModelInfo, WeightSource]]:
     folder: Path = tmp_path_factory.mktemp("models")
     paths = {
-        "qwen3": TinyQwen3(seed=3, heads=6, kv_heads=2, tied=True).write_hf(folder / "qwen3", shards=2),
+        "qwen3": TinyQwen3(seed=3, tied=True).write_hf(folder / "qwen3", shards=2),
         "llama": TinyLlama(seed=3).write_gguf(folder / "llama.gguf"),
     }
     infos = {name: read_model_info(path) for name, path in paths.items()}
@@ -207,8 +206,8 @@ def test_a_pass_without_logits(models: Any) -> None:
     tensors = [torch.from_numpy(array) for array in given]
     on_device = Extents(torch.from_numpy(extents.starts), torch.from_numpy(extents.ends), extents.longest)
     model.forward(*tensors, torch.zeros(0, dtype=torch.int32), torch.zeros(0, 304), on_device)
-    assert not model.k_cache[:, PAGE_ROWS["a"][0], :15].isnan().any()
-    assert model.k_cache[:, PAGE_ROWS["a"][0], 15:].isnan().all()
+    assert not model.k_cache[:, PAGE_ROWS["a"][0], :7].isnan().any()
+    assert model.k_cache[:, PAGE_ROWS["a"][0], 7:].isnan().all()
 
 
 def test_what_it_cannot_do_is_named(models: Any, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -219,12 +218,10 @@ def test_what_it_cannot_do_is_named(models: Any, monkeypatch: pytest.MonkeyPatch
         with pytest.raises(ValueError, match=f"head_dim is {head_dim}; the CUDA kernels need a power of two"):
             build(ModelInfo(**{**vars(info), "head_dim": head_dim}), weights, "float32")
     wrong = Changed(weights, "model.layers.1.mlp.up_proj.weight", lambda values: values[1:])
-    with pytest.raises(
-        ValueError, match=r"up_proj.weight has the shape \(127, 64\), expected \(128, 64\)"
-    ):
+    with pytest.raises(ValueError, match=r"up_proj.weight has the shape \(127, 64\), expected \(128, 64\)"):
         build(info, wrong, "float32")
     model = build(info, weights, "float32")
-    given, extents = arrays([("a", 0, 30), ("b", 0, 11)])
+    given, extents = arrays([("a", 0, 20), ("b", 0, 5), ("a", 0, 16)])
     with pytest.raises(ValueError, match="a pass of 41 tokens and 0 logit rows exceeds the buffers"):
         model.forward(*map(torch.from_numpy, given), torch.zeros(0), torch.zeros(0, 304), extents)
 
