@@ -21,9 +21,13 @@ class Cut(NamedTuple):
     splits: int  # power of two
 
     @classmethod
-    def of(cls, tokens: int, rows: int, longest: int, group: int, kv_heads: int, context: int) -> "Cut":
-        """The cut of a pass over `tokens` of `rows` rows, with up to `longest` tokens and `context` keys each."""
-        queries = next((size for size in QUERY_TILES if size >= longest * group), QUERY_TILES[-1])
+    def of(cls, tokens: int, rows: int, longest: int, context: int, group: int, kv_heads: int, itemsize: int) -> "Cut":
+        """The cut of a pass over `tokens` of `rows` rows, with up to `longest` tokens and `context` keys each.
+
+        group: query heads of each key/value head. itemsize: bytes of a number of the cache.
+        """
+        tiles = tiles_of(itemsize)
+        queries = next((size for size in tiles if size >= longest * group), tiles[-1])
         at_once = queries // group
         row_blocks = -(-longest // at_once) if rows * longest == tokens else 0
         blocks = rows * row_blocks or tokens // at_once + rows
@@ -36,11 +40,15 @@ def scratch_floats(dim: int) -> int:
     return PROGRAMS * QUERY_TILES[-1] * (dim + 2)
 
 
-def loop_of(queries: int, dim: int, itemsize: int) -> tuple[int, int]:
-    """Keys of one step of the loop, and warps: as much as the registers hold for a tile of `queries`.
-
-    Products of float32 are made by the ordinary units, which take all operands from registers.
+def tiles_of(itemsize: int) -> tuple[int, ...]:
+    """Tiles of queries. Products of float32 are made by the ordinary units, which take all operands from registers:
+    no more fits there.
     """
+    return QUERY_TILES[:2] if itemsize == 4 else QUERY_TILES
+
+
+def loop_of(queries: int, dim: int, itemsize: int) -> tuple[int, int]:
+    """Keys of one step of the loop, and warps: what the registers hold for a tile of `queries`."""
     if itemsize == 4:
-        return min(64, 2048 // dim), 8 if queries == 64 else 4
+        return min(64, 2048 // dim), 8 if queries > 16 else 4
     return 32 if queries * dim >= 8192 else 64, 4

@@ -13,7 +13,16 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from gpu.kernels.attention_cut import PROGRAMS, QUERY_TILES, SPLIT_KEYS, SPLITS_MAX, Cut, loop_of, scratch_floats
+from gpu.kernels.attention_cut import (
+    PROGRAMS,
+    QUERY_TILES,
+    SPLIT_KEYS,
+    SPLITS_MAX,
+    Cut,
+    loop_of,
+    scratch_floats,
+    tiles_of,
+)
 from gpu.kernels.step_kernels import Extents
 from gpu.kernels.triton_spec import KernelSpec
 
@@ -206,11 +215,11 @@ class PagedAttention:
 
         For the arguments see `attention_contract`.
         """
-        tokens, (rows, context), page = q.shape[0], page_rows.shape, k_layer.shape[1]
+        tokens, (rows, width), page = q.shape[0], page_rows.shape, k_layer.shape[1]
         if not tokens:
             return
         group = self._heads // self._kv_heads
-        cut = Cut.of(tokens, rows, extents.longest, group, self._kv_heads, context * page)
+        cut = Cut.of(tokens, rows, extents.longest, width * page, group, self._kv_heads, q.element_size())
         keys, warps = loop_of(cut.queries, self._dim, q.element_size())
         attention_kernel[(cut.blocks, self._kv_heads, cut.splits)](
             *(q, k_layer, v_layer, page_rows, positions, extents.starts, extents.ends),
@@ -238,11 +247,12 @@ class PagedAttention:
 
 
 def _specs(dtype: str, itemsize: int, heads: int, kv_heads: int, dim: int) -> list[KernelSpec]:
-    """The kernels of one model: decoding one token and a window of four, chunks; with splits and without."""
+    """The kernels of one model: decoding one token, and a few; chunks, with splits and without."""
+    chunk = tiles_of(itemsize)[-1]
     data, ints, reals = "*" + dtype, "*i32", "*fp32"
     group = heads // kv_heads
     made = []
-    for queries, even, split in ((16, True, True), (32, True, True), (64, False, True), (64, False, False)):
+    for queries, even, split in ((16, True, True), (32, True, True), (chunk, False, True), (chunk, False, False)):
         signature = {
             **dict.fromkeys(("q", "k_layer", "v_layer"), data),
             **dict.fromkeys(("page_rows", "positions", "starts", "ends"), ints),

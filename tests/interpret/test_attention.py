@@ -106,8 +106,9 @@ class Case:
             torch.testing.assert_close(made.float(), expected.float(), rtol=rtol, atol=atol)
 
     def cut(self) -> Cut:
-        tokens, (rows, width) = len(self.seqs), self.pages.shape
-        return Cut.of(tokens, rows, self.extents.longest, self.heads // self.kv_heads, self.kv_heads, width * PAGE)
+        tokens, (rows, width), group = len(self.seqs), self.pages.shape, self.heads // self.kv_heads
+        shape = tokens, rows, self.extents.longest, width * PAGE
+        return Cut.of(*shape, group, self.kv_heads, self.q.element_size())
 
 
 DECODE = [(1, 1), (5, 1), (16, 1), (17, 1), (70, 1), PADDING, PADDING]
@@ -123,7 +124,7 @@ def test_decode(dtype: Any, heads: int, kv_heads: int, dim: int) -> None:
 def test_windows(window: int, group: int) -> None:
     """Tokens of one row see each other as far as they are earlier."""
     case = Case([(window, window), (window + 13, window), (64, window)], 2 * group, 2, 64, FLOAT32)
-    assert case.cut().row_blocks == -(-window * group // 64)
+    assert case.cut().row_blocks == -(-window * group // 32)
     case.check()
 
 
@@ -245,13 +246,14 @@ def test_no_token_is_no_launch() -> None:
 # ------------------------------------------------------------------ how a pass is cut
 
 
+@pytest.mark.parametrize("itemsize", [2, 4])
 @pytest.mark.parametrize(("heads", "kv_heads"), [(9, 3), (16, 8), (32, 8), (64, 8), (16, 1), (4, 4)])
-def test_every_cut_covers_its_tokens_and_fits_the_scratch(heads: int, kv_heads: int) -> None:
+def test_every_cut_covers_its_tokens_and_fits_the_scratch(heads: int, kv_heads: int, itemsize: int) -> None:
     group, context = heads // kv_heads, 1 << 20
     shapes = [(rows * window, rows, window) for rows in (1, 2, 7, 64, 256) for window in (1, 2, 4, 5, 16, 100)]
     shapes += [(rows + chunk, rows + 1, chunk) for rows in (1, 8, 255) for chunk in (2, 17, 512, 2048)]
     for tokens, rows, longest in shapes:
-        cut = Cut.of(tokens, rows, longest, group, kv_heads, context)
+        cut = Cut.of(tokens, rows, longest, context, group, kv_heads, itemsize)
         at_once = cut.queries // group
         assert cut.blocks * at_once >= tokens
         assert cut.row_blocks * at_once >= longest or cut.row_blocks == 0
@@ -262,8 +264,16 @@ def test_every_cut_covers_its_tokens_and_fits_the_scratch(heads: int, kv_heads: 
 
 
 def test_splits_follow_rows_and_context() -> None:
-    assert [Cut.of(rows, rows, 1, 4, 8, 8192).splits for rows in (1, 2, 4, 8, 32, 64, 256)] == [32, 32, 16, 8, 2, 1, 1]
-    assert [Cut.of(1, 1, 1, 4, 8, context).splits for context in (16, 256, 257, 1024, 4096)] == [1, 1, 2, 4, 16]
+    assert [Cut.of(rows, rows, 1, 8192, 4, 8, 2).splits for rows in (1, 2, 4, 8, 32, 64, 256)] == [
+        32,
+        32,
+        16,
+        8,
+        2,
+        1,
+        1,
+    ]
+    assert [Cut.of(1, 1, 1, context, 4, 8, 2).splits for context in (16, 256, 257, 1024, 4096)] == [1, 1, 2, 4, 16]
 
 
 @pytest.mark.parametrize(("heads", "kv_heads", "dim"), [(9, 2, 64), (17, 1, 64), (4, 2, 48), (4, 2, 256), (4, 2, 8)])
