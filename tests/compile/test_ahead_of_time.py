@@ -57,7 +57,7 @@ def test_specs_differ() -> None:
 @pytest.mark.parametrize("capability", TARGETS)
 def test_code_is_for_the_target(capability: int) -> None:
     compiled = compile_spec(shift(), capability)
-    assert re.search(rf"\.target sm_{capability}\b", compiled.asm["ptx"])
+    assert re.search(rf"\.target sm_{capability}a?\b", compiled.asm["ptx"])
     assert f"sm_{capability}" in cuda_tool("cuobjdump", compiled.asm["cubin"], "--dump-elf")
     assert usage_of(compiled).excesses(capability) == []
 
