@@ -2,9 +2,9 @@
 
 Owns the hooks in Triton's interpreter and in torch's dispatcher. A traced kernel raises before it touches a byte that
 lies in none of the tensors that it was given, and when it has run if two of its programs race: one writes what another
-one touches, and not both by an atomic operation. The order in which atomic operations happen counts for nothing here, so a kernel
-whose programs wait for each other would be refused. Two lanes of one store that write different values to one place
-are an error too. A torch operator counts as touching all that its arguments span, whatever its indices say.
+one touches, and not both by an atomic operation. The order in which atomic operations happen counts for nothing here,
+so a kernel whose programs wait for each other would be refused. Two lanes of one store that write different values to
+one place are an error too. A torch operator counts as touching all that its arguments span, whatever its indices say.
 """
 
 from collections.abc import Callable, Iterator, Sequence
