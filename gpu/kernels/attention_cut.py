@@ -42,13 +42,13 @@ def scratch_floats(dim: int) -> int:
 
 def tiles_of(itemsize: int) -> tuple[int, ...]:
     """Tiles of queries. Products of float32 are made by the ordinary units, which take all operands from registers:
-    no more fits there.
+    the smallest tile is all that fits there.
     """
-    return QUERY_TILES[:2] if itemsize == 4 else QUERY_TILES
+    return QUERY_TILES[:1] if itemsize == 4 else QUERY_TILES
 
 
-def loop_of(queries: int, dim: int, itemsize: int) -> tuple[int, int]:
-    """Keys of one step of the loop, and warps: what the registers hold for a tile of `queries`."""
+def keys_of(queries: int, dim: int, itemsize: int) -> int:
+    """Keys of one step of the loop: what the registers hold beside a tile of `queries`."""
     if itemsize == 4:
-        return min(64, 2048 // dim), 8 if queries > 16 else 4
-    return 32 if queries * dim >= 8192 else 64, 4
+        return min(64, 2048 // dim)
+    return 32 if queries * dim >= 8192 else 64

@@ -19,9 +19,8 @@ from gpu.kernels.attention_cut import (
     SPLIT_KEYS,
     SPLITS_MAX,
     Cut,
-    loop_of,
+    keys_of,
     scratch_floats,
-    tiles_of,
 )
 from gpu.kernels.step_kernels import Extents
 from gpu.kernels.triton_spec import KernelSpec
@@ -120,7 +119,8 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     begin = tl.load(starts + row)
     block = number % blocks if EVEN else number - begin // TOKENS - row
     query = tl.arange(0, QUERIES)
-    token = begin + block * TOKENS + query // GROUP
+    first = begin + block * TOKENS
+    token = first + query // GROUP
     live = (query < TOKENS * GROUP) & (token < tl.load(starts + row + 1))
     position = tl.load(positions + token, mask=live, other=-1)
     split_keys = _split_keys(tl.load(ends + row), splits)
@@ -129,21 +129,22 @@ def attention_kernel(  # type: ignore[no-untyped-def]
     high = tl.minimum(high, low + split_keys) if SPLIT else high
     if low < high:
         dim = tl.arange(0, DIM)[None, :]
-        line = token.to(tl.int64) * (GROUP * KV_HEADS) + head * GROUP + query % GROUP
-        tile = tl.load(q + line[:, None] * DIM + dim, mask=live[:, None], other=0.0)
+        line = query // GROUP * (GROUP * KV_HEADS) + head * GROUP + query % GROUP  # from that of `first` on: fits i32
+        base = first.to(tl.int64) * (GROUP * KV_HEADS)
+        tile = tl.load(q + base * DIM + (line[:, None] * DIM + dim), mask=live[:, None], other=0.0)
         k_head, v_head, pages = k_layer + head * DIM, v_layer + head * DIM, page_rows + row.to(tl.int64) * page_stride
         top, total, gathered = _attend(
             tile, position, k_head, v_head, pages, low, high, scale, KV_HEADS * DIM, PAGE, KEYS
         )
         if SPLIT:
             seen = live & (position >= low)
-            line = line * splits + split
-            tl.store(out + line[:, None] * DIM + dim, gathered, mask=seen[:, None])
-            tl.store(sums + 2 * line, top, mask=seen)
-            tl.store(sums + 2 * line + 1, total, mask=seen)
+            base, line = base * splits, line * splits + split
+            tl.store(out + base * DIM + (line[:, None] * DIM + dim), gathered, mask=seen[:, None])
+            tl.store(sums + 2 * base + 2 * line, top, mask=seen)
+            tl.store(sums + 2 * base + 2 * line + 1, total, mask=seen)
         else:
-            attended = gathered / tl.where(live, total, 1.0)[:, None]
-            tl.store(out + line[:, None] * DIM + dim, attended.to(out.dtype.element_ty), mask=live[:, None])
+            attended = (gathered / tl.where(live, total, 1.0)[:, None]).to(out.dtype.element_ty)
+            tl.store(out + base * DIM + (line[:, None] * DIM + dim), attended, mask=live[:, None])
 
 
 @triton.jit
@@ -220,7 +221,6 @@ class PagedAttention:
             return
         group = self._heads // self._kv_heads
         cut = Cut.of(tokens, rows, extents.longest, width * page, group, self._kv_heads, q.element_size())
-        keys, warps = loop_of(cut.queries, self._dim, q.element_size())
         attention_kernel[(cut.blocks, self._kv_heads, cut.splits)](
             *(q, k_layer, v_layer, page_rows, positions, extents.starts, extents.ends),
             *(self._parts if cut.splits > 1 else out, self._sums),
@@ -230,10 +230,10 @@ class PagedAttention:
             DIM=self._dim,
             PAGE=page,
             QUERIES=cut.queries,
-            KEYS=keys,
+            KEYS=keys_of(cut.queries, self._dim, q.element_size()),
             EVEN=cut.row_blocks > 0,
             SPLIT=cut.splits > 1,
-            num_warps=warps,
+            num_warps=4,
             num_stages=2,
         )
         if cut.splits > 1:
@@ -246,32 +246,27 @@ class PagedAttention:
             )
 
 
-def _specs(dtype: str, itemsize: int, heads: int, kv_heads: int, dim: int) -> list[KernelSpec]:
-    """The kernels of one model: decoding one token, and a few; chunks, with splits and without."""
-    chunk = tiles_of(itemsize)[-1]
+def _attention_spec(
+    dtype: str, kv_heads: int, group: int, dim: int, queries: int, *, even: bool, split: bool
+) -> KernelSpec:
     data, ints, reals = "*" + dtype, "*i32", "*fp32"
-    group = heads // kv_heads
-    made = []
-    for queries, even, split in ((16, True, True), (32, True, True), (chunk, False, True), (chunk, False, False)):
-        signature = {
-            **dict.fromkeys(("q", "k_layer", "v_layer"), data),
-            **dict.fromkeys(("page_rows", "positions", "starts", "ends"), ints),
-            "out": reals if split else data,
-            "sums": reals,
-            "scale": "fp32",
-            **dict.fromkeys(("page_stride", "rows", "blocks", "splits"), "i32"),
-        }
-        keys, warps = loop_of(queries, dim, itemsize)
-        shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 16, "QUERIES": queries, "KEYS": keys}
-        cut = {"EVEN": even, "SPLIT": split}
-        made.append(_spec(attention_kernel, signature, {**shape, **cut}, {"num_warps": warps, "num_stages": 2}))
-    ends = {
-        **dict.fromkeys(("parts", "sums"), reals),
-        **dict.fromkeys(("seqs", "positions", "ends"), ints),
-        "out": data,
+    signature = {
+        **dict.fromkeys(("q", "k_layer", "v_layer"), data),
+        **dict.fromkeys(("page_rows", "positions", "starts", "ends"), ints),
+        **dict.fromkeys(("page_stride", "rows", "blocks", "splits"), "i32"),
+        "out": reals if split else data,
+        "sums": reals,
+        "scale": "fp32",
     }
-    shape = {"HEADS": heads, "DIM": dim, "SPLITS": SPLITS_MAX}
-    return [*made, _spec(combine_kernel, ends, shape, {"num_warps": 4})]
+    shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 16, "QUERIES": queries}
+    cut = {"KEYS": keys_of(queries, dim, 4 if dtype == "fp32" else 2), "EVEN": even, "SPLIT": split}
+    return _spec(attention_kernel, signature, shape | cut, {"num_warps": 4, "num_stages": 2})
+
+
+def _combine_spec(dtype: str, heads: int, dim: int) -> KernelSpec:
+    ints = dict.fromkeys(("seqs", "positions", "ends"), "*i32")
+    signature = {"parts": "*fp32", "sums": "*fp32", **ints, "out": "*" + dtype}
+    return _spec(combine_kernel, signature, {"HEADS": heads, "DIM": dim, "SPLITS": SPLITS_MAX}, {"num_warps": 4})
 
 
 def _spec(kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> KernelSpec:
@@ -279,14 +274,20 @@ def _spec(kernel: Any, signature: dict[str, str], constants: dict[str, Any], opt
     return KernelSpec(kernel, signature, constants, pointers, options)
 
 
+SMOLLM2_135M, QWEN3_06B, QWEN3_8B = (3, 3, 64), (8, 2, 128), (8, 4, 128)  # KV heads, query heads of each, dims
 SPECS: list[KernelSpec] = [
-    spec
-    for model in (
-        ("bf16", 2, 9, 3, 64),  # SmolLM2-135M
-        ("fp32", 4, 9, 3, 64),
-        ("bf16", 2, 16, 8, 128),  # Qwen3-0.6B
-        ("fp32", 4, 16, 8, 128),
-        ("bf16", 2, 32, 8, 128),  # Qwen3-8B
-    )
-    for spec in _specs(*model)
+    _attention_spec("bf16", *SMOLLM2_135M, 16, even=True, split=True),  # decoding
+    _attention_spec("bf16", *SMOLLM2_135M, 32, even=True, split=True),  # windows
+    _attention_spec("bf16", *SMOLLM2_135M, 64, even=False, split=False),  # chunks
+    _attention_spec("fp32", *SMOLLM2_135M, 16, even=True, split=True),
+    _attention_spec("fp32", *SMOLLM2_135M, 16, even=False, split=False),
+    _attention_spec("bf16", *QWEN3_06B, 16, even=True, split=True),
+    _attention_spec("bf16", *QWEN3_06B, 32, even=True, split=False),
+    _attention_spec("bf16", *QWEN3_06B, 64, even=False, split=True),
+    _attention_spec("fp32", *QWEN3_06B, 16, even=True, split=False),
+    _attention_spec("fp32", *QWEN3_06B, 16, even=False, split=True),
+    _attention_spec("bf16", *QWEN3_8B, 16, even=True, split=True),
+    _attention_spec("bf16", *QWEN3_8B, 64, even=False, split=False),
+    _combine_spec("bf16", 9, 64),
+    _combine_spec("fp32", 16, 128),
 ]

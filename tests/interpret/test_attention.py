@@ -6,13 +6,15 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from gpu.kernels import attention, plain
 from gpu.kernels.attention_cut import PROGRAMS, QUERY_TILES, SPLIT_KEYS, SPLITS_MAX, Cut, scratch_floats
 from gpu.kernels.native import host_kernel
 from gpu.kernels.step_kernels import Extents
 from gpu.kernels.team import aligned
-from gpu.kernels.triton_attention import PagedAttention
+from gpu.kernels.triton_attention import PagedAttention, _find_row
 from tests.interpret.access import Trace, trace
 
 FLOAT32, BF16 = torch.float32, torch.bfloat16
@@ -120,11 +122,12 @@ def test_decode(dtype: Any, heads: int, kv_heads: int, dim: int) -> None:
     Case(DECODE, heads, kv_heads, dim, dtype).check()
 
 
-@pytest.mark.parametrize(("window", "group"), [(2, 3), (4, 4), (5, 3), (8, 1), (16, 2), (16, 8)])
-def test_windows(window: int, group: int) -> None:
-    """Tokens of one row see each other as far as they are earlier."""
-    case = Case([(window, window), (window + 13, window), (64, window)], 2 * group, 2, 64, FLOAT32)
-    assert case.cut().row_blocks == -(-window * group // 32)
+@pytest.mark.parametrize("dtype", [FLOAT32, BF16])
+@pytest.mark.parametrize(("window", "group"), [(2, 3), (4, 4), (5, 3), (8, 1), (16, 2), (6, 8)])
+def test_windows(dtype: Any, window: int, group: int) -> None:
+    """Tokens of one row see each other as far as they are earlier; large windows take several tiles."""
+    case = Case([(window, window), (window + 13, window), (64, window)], group, 1, 64, dtype)
+    assert case.cut().row_blocks == -(-window // (case.cut().queries // group))
     case.check()
 
 
@@ -132,7 +135,7 @@ def test_windows(window: int, group: int) -> None:
 @pytest.mark.parametrize(("heads", "dim"), [(3, 64), (2, 128)])
 def test_decode_rows_and_chunks_in_one_pass(dtype: Any, heads: int, dim: int) -> None:
     """Chunks begin at position 0, behind an earlier chunk, and end inside of a tile, page and step of the loop."""
-    case = Case([(40, 1), (1, 1), PADDING, (75, 50), (23, 23), (17, 1)], heads, 1, dim, dtype)
+    case = Case([(40, 1), (1, 1), PADDING, (75, 40), (11, 11), (17, 1)], heads, 1, dim, dtype)
     assert case.cut().row_blocks == 0
     case.check()
 
@@ -141,10 +144,22 @@ def test_windows_of_different_sizes() -> None:
     Case([(9, 1), (30, 4), PADDING, (20, 3), (3, 2)], 4, 2, 64, FLOAT32).check()
 
 
-def test_more_rows_than_are_looked_through_at_once() -> None:
-    case = Case([(1 + i % 3, 1) for i in range(129)] + [(20, 3)], 1, 1, 16, FLOAT32)
-    assert case.cut().row_blocks == 0
-    case.check()
+@triton.jit
+def rows_of_blocks(starts, rows, out, TOKENS: tl.constexpr):
+    block = tl.program_id(0)
+    tl.store(out + block, _find_row(starts, rows, block, TOKENS))
+
+
+def test_the_row_of_a_block_is_found_among_many() -> None:
+    """More rows than are looked through at once. A row has the blocks that its tokens need, and perhaps one more."""
+    counts, tokens = [1] * 130 + [12, 1, 5, 6], 5
+    starts = np.cumsum([0, *counts])
+    found = torch.full((int(starts[-1]) // tokens + len(counts),), -1, dtype=torch.int32)
+    rows_of_blocks[(len(found),)](torch.from_numpy(starts).int(), len(counts), found, tokens)
+    blocks = np.bincount(found.numpy(), minlength=len(counts))
+    assert found.tolist() == sorted(found.tolist())
+    assert len(blocks) == len(counts)
+    assert all(made - -(-count // tokens) in (0, 1) for made, count in zip(blocks, counts, strict=True))
 
 
 LONG = [(600, 1), (256, 1), (257, 1), (3, 1), PADDING]
@@ -166,7 +181,7 @@ def test_a_window_across_the_border_of_two_splits(end: int) -> None:
 
 
 def test_a_chunk_across_the_border_of_two_splits() -> None:
-    case = Case([(300, 70), (290, 1), PADDING], 2, 1, 16, FLOAT32, context=512)
+    case = Case([(262, 12), (258, 1), PADDING], 2, 1, 16, FLOAT32, context=512)
     assert (case.cut().splits, case.cut().row_blocks) == (2, 0)
     case.check()
 
@@ -205,7 +220,7 @@ def check_footprint(case: Case) -> Trace:
 
 
 def test_exactly_the_keys_of_the_rows_are_read() -> None:
-    check_footprint(Case([(40, 1), PADDING, (75, 30), (17, 1)], 4, 2, 16, FLOAT32))
+    check_footprint(Case([(40, 1), PADDING, (75, 30), (17, 1)], 4, 2, 16, BF16))
     check_footprint(Case([(33, 4), (4, 4)], 4, 2, 16, FLOAT32))
 
 
