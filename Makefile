@@ -36,9 +36,10 @@ lint: $(STAMP_TEST)
 test: lint
 	$(BIN)/coverage erase
 	COVERAGE_CORE=$$($(BIN)/python -c 'import sys; print("sysmon" if sys.version_info >= (3, 12) else "ctrace")') \
-	  $(BIN)/coverage run -m pytest --ignore=tests/e2e -n 2 --dist loadfile $(ARGS)
+	  $(BIN)/coverage run -m pytest --ignore=tests/e2e --ignore=tests/interpret -n 2 --dist loadfile $(ARGS)
 	$(BIN)/coverage combine --quiet
 	$(BIN)/coverage report
+	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpret -n 2 --dist loadfile $(ARGS)
 	$(BIN)/python -m pytest tests/e2e $(ARGS)  # whole servers: not traced, they would be half as fast
 
 $(BIN)/python:

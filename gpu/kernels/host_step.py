@@ -207,7 +207,6 @@ class HostStepKernels:
         """Copy the used part of a descriptor, and the chunks' tokens from the ledger's plane."""
         ints = slot.used_nbytes // payload.itemsize
         np.copyto(descriptor[:ints], payload[:ints])
-        fault[0] = OK
         if slot.n_chunks:
             _raise(copy_ids(slot.chunks, slot.n_chunks, plane, ids))
 

@@ -113,7 +113,7 @@ class StepKernels(Protocol):
         """Copy the used part of payload i32[layout.nbytes // 4], whose view on the host is `slot`, to `descriptor`.
 
         The tokens of all chunks go from plane i32[rows, max_len], the ledger's, to ids i32[prefill_chunk], end to end.
-        Zeroes `fault`. Raises DeviceError for a chunk that is no part of its row, or has no room.
+        Raises DeviceError for a chunk that is no part of its row, or has no room.
         """
 
     def write_slots(self, step: Any, count: int, table: Array, fault: Array) -> None:

@@ -73,9 +73,9 @@ def test_float32_gives_every_id_of_the_greedy_file() -> None:
             assert answer["choices"][0]["message"]["content"] == line["text"]
 
 
-TOKENS = 24
+TOKENS = 12
 SHORT = requests_of(32, TOKENS)
-LONG = requests_of(24, 64)
+LONG = requests_of(20, 56)
 SETTINGS = {
     "int8": [["--no-overlap"], ["--prefill-chunk", "16"]],
     "float32": [["--no-overlap", "--prefill-chunk", "16"]],
@@ -101,7 +101,7 @@ def test_same_ids_in_every_setting(dtype: str) -> None:
     assert [ids[:TOKENS] for ids in roomy] == together[: len(LONG)]
     for setting in SETTINGS[dtype]:
         with live_server("--dtype", dtype, *setting) as server:
-            for i in (0, 1, 2, 9):
+            for i in (0, 1):
                 assert answers(server, [SHORT[i]]) == [together[i]], f"alone, {setting}"
             seven = [3, 30, 11, 4, 22, 17, 8]
             assert answers(server, [SHORT[i] for i in seven]) == [together[i] for i in seven], f"7 at once, {setting}"

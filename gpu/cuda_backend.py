@@ -1,0 +1,72 @@
+"""The CUDA backend: the CUDA device, the model on it, its kernels and its sampler, put together.
+
+Owns what only CUDA needs: scratch memory and the check that there is a GPU. `make_parts` runs on
+CPU tensors as well, where Triton interprets its kernels, so that all of it can be tested without a GPU.
+"""
+
+from functools import partial
+from typing import Any, NamedTuple
+
+import torch
+
+from gpu.device.cuda import CudaDevice
+from gpu.device.guard import LaunchGuard
+from gpu.device.protocol import Device, Observer
+from gpu.kernels.cuda_sampling_work import CHUNK, scratch_words
+from gpu.kernels.step_kernels import Array
+from gpu.kernels.triton_sampling import sample
+from gpu.kernels.triton_step import TritonStepKernels
+from gpu.models.cuda_llama import CudaLlama, Weights
+from gpu.step import Sampler, StepProgram
+from shm.config import ServerConfig
+from shm.records import ResultLayout, StepLayout
+
+
+class Parts(NamedTuple):
+    """What a step program needs beside its device."""
+
+    model: CudaLlama
+    kernels: TritonStepKernels
+    sampler: Sampler
+
+
+def make_parts(config: ServerConfig, weights: Weights, progress: Any, device: str) -> Parts:
+    """Load the model and allocate all that a step works in. device: torch's name of it.
+
+    Raises ValueError for a model that the kernels do not support, MemoryError if the device is too small.
+    """
+    max_rows = ResultLayout(config).max_rows
+    model = CudaLlama(
+        config.model,
+        weights,
+        dtype=config.dtype,
+        page_size=config.page_size,
+        pages=config.pages,
+        pages_per_row=config.pages_per_row,
+        max_tokens=config.max_running + config.prefill_chunk,
+        max_seqs=max_rows,
+        device=device,
+        progress=progress,
+    )
+    kernels = TritonStepKernels(
+        StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison
+    )
+    words = scratch_words(max_rows, config.model.vocab_size, CHUNK)
+    scratch = torch.zeros(words, dtype=torch.int64, device=device)
+    sampler: Any = partial(sample, scratch=scratch)
+    return Parts(model, kernels, sampler)
+
+
+def open_cuda(
+    config: ServerConfig,
+    weights: Weights,
+    ledger_tokens: Array,
+    progress: Any,
+    observer: Observer | None,
+    guard: LaunchGuard | None,
+) -> tuple[Device, StepProgram]:
+    """Open the GPU and make the program. Raises DeviceError if there is none; see also `make_parts`."""
+    device = CudaDevice(observer, guard=guard)  # first: without a GPU this is the clearest error
+    parts = make_parts(config, weights, progress, "cuda")
+    program = StepProgram(device, config, parts.model, parts.kernels, parts.sampler, ledger_tokens)
+    return device, program
