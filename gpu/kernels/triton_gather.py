@@ -131,8 +131,8 @@ def gather_chunks_kernel(  # type: ignore[no-untyped-def]
     start = tl.load(chunks + _CHUNK_START * MAX_RUNNING + c)
     count = tl.load(chunks + _CHUNK_COUNT * MAX_RUNNING + c)
     before = tl.arange(0, CHUNKS)
-    counts = tl.load(chunks + _CHUNK_COUNT * MAX_RUNNING + before, mask=before < c, other=0)
-    begin = tl.sum(tl.maximum(counts, 0), axis=0)  # a sum past 2^31 is negative, and refused below
+    sizes = tl.load(chunks + _CHUNK_COUNT * MAX_RUNNING + before, mask=before < c, other=0)
+    begin = tl.sum(tl.minimum(tl.maximum(sizes, 0), IDS + 1), axis=0)  # what is behind a wrong size fits or is refused
     is_last = tl.load(chunks + _CHUNK_LAST * MAX_RUNNING + before, mask=before <= c, other=0) != 0
     exists = (given >= 0) & (given < ENTRIES)
     end = start + count

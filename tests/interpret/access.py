@@ -40,18 +40,20 @@ class _Bytes:
     """A set of bytes, by address."""
 
     def __init__(self) -> None:
-        self._parts: list[tuple[Addresses, int]] = []
+        self._parts: list[Addresses] = []
 
     def add(self, addresses: Addresses, size: int) -> None:
-        self._parts.append((np.unique(addresses), size))
+        at = np.unique(addresses)[:, None] + np.arange(size, dtype=np.uint64)
+        self._parts.append(np.unique(at))
 
     def inside(self, low: int, nbytes: int) -> NDArray[np.bool_]:
         """Which of the bytes [low, low + nbytes) are in the set."""
+        if len(self._parts) > 1:
+            self._parts = [np.unique(np.concatenate(self._parts))]
         found = np.zeros(nbytes, np.bool_)
-        for addresses, size in self._parts:
-            for k in range(size):
-                at = addresses.astype(np.int64) + k - low
-                found[at[(at >= 0) & (at < nbytes)]] = True
+        for part in self._parts:
+            first, last = np.searchsorted(part, np.array([low, low + nbytes], np.uint64))
+            found[(part[first:last] - np.uint64(low)).astype(np.int64)] = True
         return found
 
 

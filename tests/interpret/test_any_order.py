@@ -32,7 +32,9 @@ class TorchBench(Bench):
     """The bench on torch memory, with the kernels that CUDA runs."""
 
     def __init__(self, device: AdversaryDevice) -> None:
-        self.config = config = small_config(max_running=2, max_queued=1, kv_tokens=40, max_len=12, prefill_chunk=8)
+        self.config = config = small_config(
+            max_running=2, max_queued=1, kv_tokens=40, max_len=12, prefill_chunk=8, poison=True
+        )
         self.device = device
         self._layout, self._result_layout = StepLayout(config), ResultLayout(config)
         self.ledger = np.zeros((config.rows, config.max_len), np.int32)
