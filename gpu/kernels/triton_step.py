@@ -117,7 +117,6 @@ class TritonStepKernels:
         """Queue the copies of the used part of a descriptor, and of its chunks' tokens from the ledger's plane."""
         ints = slot.used_nbytes // 4
         descriptor[:ints].copy_(payload[:ints], non_blocking=True)
-        fault.zero_()
         at = 0
         for entry, row, start, count in slot.chunks[: records.CHUNK_LAST, : slot.n_chunks].T.tolist():
             inside = 0 <= row < plane.shape[0] and start >= 0 and 1 <= count <= plane.shape[1] - start
