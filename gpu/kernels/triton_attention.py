@@ -21,6 +21,7 @@ from gpu.kernels.attention_cut import (
     Cut,
     keys_of,
     scratch_floats,
+    stages_of,
 )
 from gpu.kernels.step_kernels import Extents
 from gpu.kernels.triton_spec import KernelSpec
@@ -234,7 +235,7 @@ class PagedAttention:
             EVEN=cut.row_blocks > 0,
             SPLIT=cut.splits > 1,
             num_warps=4,
-            num_stages=2,
+            num_stages=stages_of(cut.queries),
         )
         if cut.splits > 1:
             combine_kernel[(tokens, self._heads)](
@@ -260,7 +261,7 @@ def _attention_spec(
     }
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 16, "QUERIES": queries}
     cut = {"KEYS": keys_of(queries, dim, 4 if dtype == "fp32" else 2), "EVEN": even, "SPLIT": split}
-    return _spec(attention_kernel, signature, shape | cut, {"num_warps": 4, "num_stages": 2})
+    return _spec(attention_kernel, signature, shape | cut, {"num_warps": 4, "num_stages": stages_of(queries)})
 
 
 def _combine_spec(dtype: str, heads: int, dim: int) -> KernelSpec:
