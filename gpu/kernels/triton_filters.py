@@ -17,13 +17,13 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from gpu.kernels.cuda_sampling_work import CHUNK as CHUNK  # callers take both from here
-from gpu.kernels.cuda_sampling_work import DIGITS_OF_SEARCH, STATE_SIZE, TALLY_SIZE, Cut, Work
-from gpu.kernels.cuda_sampling_work import scratch_words as scratch_words
+from gpu.kernels.cuda_sampling_work import CHUNK, DIGITS_OF_SEARCH, STATE_SIZE, TALLY_SIZE, Cut, Work, scratch_words
 from gpu.kernels.triton_spec import KernelSpec
 
+__all__ = ["CHUNK", "SAMPLED", "SPECS", "filter_rows", "scratch_words", "spec_of"]  # two of them for callers' sake
+
 Array = Any  # torch.Tensor
-WARPS = 8
+WARPS = 16  # sums of a chunk in int64 take registers
 LEVELS = tl.constexpr(6)  # of 5 bits: weights lie in (0, 1], so the bits of their floats are below 2^30
 DIGIT_BITS = tl.constexpr(5)
 DIGITS = tl.constexpr(DIGITS_OF_SEARCH)

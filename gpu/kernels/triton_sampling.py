@@ -26,7 +26,6 @@ from gpu.kernels.triton_filters import (
 from gpu.kernels.triton_spec import KernelSpec
 
 Array = Any  # torch.Tensor
-DRAW_WARPS = 16  # running sums of a chunk in int64 take registers
 GREEDY_BELOW = tl.constexpr(1e-5)
 FAULTY = tl.constexpr(-1)  # token of a row that is no distribution
 TOKEN_DRAW = tl.constexpr(0)  # which of a token's random numbers draws it
@@ -185,7 +184,7 @@ def sample(
     filter_rows(logits, temperature, top_p, min_p, top_k, out, work, cut)
     draw_kernel[(rows,)](
         *(logits, temperature, min_p, seed, position, work.peaks, work.floors, work.bounds, work.tallies, out),
-        num_warps=DRAW_WARPS,
+        num_warps=WARPS,
         **cut.constants("VOCAB", "CHUNK", "PARTS", "SPLITS"),
     )
 
@@ -194,7 +193,7 @@ def _specs(cut: Cut) -> list[KernelSpec]:
     return [
         spec_of(peak_kernel, cut.constants("VOCAB", "CHUNK", "PARTS"), TYPES),
         spec_of(start_kernel, cut.constants("PARTS", "SPLITS", "WINDOW"), TYPES, 1),
-        spec_of(draw_kernel, cut.constants("VOCAB", "CHUNK", "PARTS", "SPLITS"), TYPES, DRAW_WARPS),
+        spec_of(draw_kernel, cut.constants("VOCAB", "CHUNK", "PARTS", "SPLITS"), TYPES, WARPS),
     ]
 
 
