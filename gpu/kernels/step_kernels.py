@@ -119,8 +119,8 @@ class StepKernels(Protocol):
     def write_slots(self, step: Any, count: int, table: Array, fault: Array) -> None:
         """Apply the step's `count` slot writes to table i32[entries, pages_per_row].
 
-        A write that names what does not exist, or page 0, is a fault. No two of a step name the same place: a device may
-        apply them in any order.
+        A write that names what does not exist, or page 0, is a fault. No two of a step name the same place: a device
+        may apply them in any order.
         """
 
     def write_sampling(self, step: Any, count: int, real: Array, top_k: Array, seed: Array, fault: Array) -> None:
