@@ -46,16 +46,18 @@ class Launch:
     warps: int
     stages: int
 
-    def is_variant_of(self, spec: KernelSpec) -> bool:
-        """Whether this very variant is what `spec` compiles; a spec that claims less alignment is another variant."""
-        signature = {name: kind for name, kind in self.signature.items() if kind != "constexpr"}
-        options = {"num_warps": 4, "num_stages": 3, **spec.options}
+    def is_variant_of(self, spec: KernelSpec, varied: frozenset[str] = frozenset()) -> bool:
+        """Whether this very variant is what `spec` compiles, but for what is `varied`: constants, arguments, options.
+
+        A spec that claims less alignment is another variant.
+        """
+        types = {name: kind for name, kind in self.signature.items() if kind != "constexpr"}
+        launched = {**types, **self.constants, "num_warps": self.warps, "num_stages": self.stages}
+        specified = {"num_warps": 4, "num_stages": 3, **spec.signature, **spec.constants, **spec.options}
         return (
             self.kernel is spec.kernel
-            and signature == dict(spec.signature)
-            and self.constants == dict(spec.constants)
             and self.aligned == set(spec.aligned)
-            and (self.warps, self.stages) == (options["num_warps"], options["num_stages"])
+            and all(launched.get(name) == specified.get(name) for name in {*launched, *specified} - varied)
         )
 
 

@@ -1,0 +1,256 @@
+"""Every call site of every Triton kernel, through Triton's real launch path, for every supported GPU; no GPU is needed.
+
+Shapes are those of real models, one layer of each. What is launched has to be what the specs say, so that the kernels
+that were compiled and measured ahead of time are the ones that a server runs.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.kernels import triton_pages, triton_sampling, triton_window
+from gpu.kernels.cuda_sampling_work import scratch_words
+from gpu.kernels.step_kernels import Extents, PassShape, Rows, Tables
+from gpu.kernels.triton_compile import TARGETS
+from gpu.kernels.triton_gather import spec_layouts
+from gpu.kernels.triton_spec import collect_specs, kernel_modules, kernels_of
+from gpu.kernels.triton_step import TritonStepKernels
+from gpu.models.cuda_llama import CudaLlama
+from shm.config import ModelInfo
+from shm.records import STEP_MIXED
+from tests.compile.fake_driver import Launch, active
+
+STREAM = 11
+PAGE = 16
+LAYOUT, (ENTRIES, PER_ROW), CHUNK = spec_layouts()[0]
+RUNNING = ENTRIES - 1
+PAGES = 10000
+
+
+@dataclass(frozen=True)
+class Size:
+    """What tells the kernels of a model apart."""
+
+    dtype: str
+    hidden: int
+    ffn: int
+    heads: int
+    kv_heads: int
+    dim: int
+    vocab: int
+
+    def info(self) -> ModelInfo:
+        """The model with one layer, and a vocabulary of a few words: its matrix would only take time."""
+        return ModelInfo(
+            name="a",
+            path="a",
+            format="hf",
+            vocab_size=64,
+            context_len=PER_ROW * PAGE,
+            hidden_size=self.hidden,
+            num_layers=1,
+            num_heads=self.heads,
+            num_kv_heads=self.kv_heads,
+            head_dim=self.dim,
+            intermediate_size=self.ffn,
+            rope_theta=10000.0,
+            rope_scaling=None,
+            rms_eps=1e-5,
+            tie_word_embeddings=True,
+            qk_norm=self.dim == 128,
+            eos_token_ids=(1,),
+            bos_token_id=None,
+        )
+
+    def tensor(self, name: str) -> np.ndarray:
+        """Weights that are all zero."""
+        queries, keys = self.heads * self.dim, self.kv_heads * self.dim
+        shapes = {
+            "embed_tokens": (64, self.hidden),
+            "q_proj": (queries, self.hidden),
+            "k_proj": (keys, self.hidden),
+            "v_proj": (keys, self.hidden),
+            "o_proj": (self.hidden, queries),
+            "gate_proj": (self.ffn, self.hidden),
+            "up_proj": (self.ffn, self.hidden),
+            "down_proj": (self.hidden, self.ffn),
+            "q_norm": (self.dim,),
+            "k_norm": (self.dim,),
+        }
+        part = name.removesuffix(".weight").rpartition(".")[2]
+        return np.zeros(shapes.get(part, (self.hidden,)), np.float32)
+
+
+SIZES = {
+    "smollm2-135m": Size("float32", 576, 1536, 9, 3, 64, 49152),
+    "qwen3-0.6b": Size("bfloat16", 1024, 3072, 16, 8, 128, 151936),
+}
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+def run_model(size: Size) -> None:
+    """Decode passes of few and many rows, windows of several tokens, and passes with chunks, split and not."""
+    model = CudaLlama(size.info(), size, size.dtype, PAGE, 4, PER_ROW, RUNNING + CHUNK, RUNNING, device="cpu")
+    for counts in ([1], [1] * RUNNING, [4] * 6, [1] * 24 + [CHUNK // 2] * 2):
+        tokens, rows = sum(counts), len(counts)
+        starts = torch.tensor(np.concatenate([[0], np.cumsum(counts)]), dtype=torch.int32)
+        extents = Extents(starts, ints(rows), max(counts))
+        logits = torch.zeros(rows, 64)
+        model.forward(*(ints(tokens) for _ in range(3)), ints(rows, PER_ROW), ints(rows), logits, extents)
+
+
+def run_sampler(size: Size) -> None:
+    for rows in (1, 8):
+        real = torch.zeros(3, 64)
+        triton_sampling.sample(
+            torch.zeros(rows, size.vocab),
+            *(row[:rows] for row in real),
+            ints(rows),
+            torch.zeros(rows, dtype=torch.int64),
+            ints(rows),
+            ints(rows),
+            torch.zeros(scratch_words(rows, size.vocab), dtype=torch.int64),
+        )
+
+
+def run_window(size: Size) -> None:
+    """Acceptance of three drafts, with the probabilities of all tokens and without."""
+    window, requests = 4, 2
+    shape = window - 1, requests, size.vocab
+    for draft_probs in (None, torch.zeros(shape)):
+        triton_window.accept(
+            torch.zeros(window * requests, size.vocab),
+            ints(*shape[:2]),
+            draft_probs,
+            *(row[:requests] for row in torch.zeros(3, 64)),
+            ints(requests),
+            torch.zeros(requests, dtype=torch.int64),
+            ints(requests),
+            ints(requests),
+            ints(window, requests),
+            ints(requests),
+            ints(requests),
+            ints(window * requests),
+            torch.zeros(scratch_words(window * requests, size.vocab), dtype=torch.int64),
+        )
+
+
+def empty_rows() -> Rows:
+    """Room for the largest pass."""
+    tokens = RUNNING + CHUNK
+    sizes = {"tokens": (tokens,), "positions": (tokens,), "seqs": (tokens,), "pages": (RUNNING, PER_ROW)}
+    made = {name: ints(*sizes.get(name, (RUNNING,))) for name in Rows._fields}
+    made |= {"starts": ints(RUNNING + 1), "real": torch.zeros(3, RUNNING)}
+    return Rows(**{**made, "seed": torch.zeros(RUNNING, dtype=torch.int64)})
+
+
+def run_step(poison: bool) -> None:
+    """Every method of the step's own kernels; the descriptor lies in memory that any process may share."""
+    kernels = TritonStepKernels(LAYOUT, page_size=PAGE, pages=PAGES, poison=poison)
+    payload = np.zeros(LAYOUT.nbytes // 4, np.int32)
+    slot = LAYOUT.view(payload)
+    slot.clear()
+    slot.kind, slot.n_decode, slot.n_chunks, slot.n_slot_writes = STEP_MIXED, 3, 2, 1
+    slot.chunks[:5, 0] = 4, 0, 0, 20, 1
+    slot.chunks[:5, 1] = 5, 1, 3, 7, 0
+    descriptor, ids, fault = ints(LAYOUT.nbytes // 4), ints(CHUNK), ints(1)
+    kernels.upload(slot, torch.from_numpy(payload), descriptor, ints(8, 128), ids, fault)
+    step = kernels.view(descriptor)
+    seed = torch.zeros(ENTRIES, dtype=torch.int64)
+    tables = Tables(ints(ENTRIES), ints(ENTRIES), ints(ENTRIES, PER_ROW), torch.zeros(3, ENTRIES), ints(ENTRIES), seed)
+    kernels.write_slots(step, 1, tables.pages, fault)
+    kernels.write_sampling(step, 2, tables.real, tables.top_k, seed, fault)
+    rows = empty_rows()
+    for shape in (PassShape.of_decode(1), PassShape.of_decode(RUNNING), PassShape.of_step(slot)):
+        kernels.gather(step, tables, ids, rows, shape, fault)
+    for count in (1, 3):
+        kernels.publish(tables.length, rows.entries[:count], rows.lengths[:count])
+        kernels.stash(tables.token, rows.entries[:count], ints(count))
+    kernels.deliver(ints(64), ints(64), 64)
+
+
+def run_pages() -> None:
+    for rows in (1, RUNNING):
+        triton_pages.join_pages(ints(rows, PER_ROW), ints(rows + 1), ints(rows * PER_ROW))
+
+
+CALLS: dict[str, Callable[[], Any]] = {
+    **{f"model-{name}": lambda size=size: run_model(size) for name, size in SIZES.items()},
+    "sampler": lambda: run_sampler(SIZES["smollm2-135m"]),
+    "window": lambda: run_window(SIZES["qwen3-0.6b"]),
+    "step": lambda: run_step(False),
+    "step-poisoned": lambda: run_step(True),
+    "pages": run_pages,
+}
+
+
+@pytest.fixture(scope="module")
+def launched() -> dict[int, list[Launch]]:
+    """All launches so far, by target."""
+    return {capability: [] for capability in TARGETS}
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+@pytest.mark.parametrize("call", CALLS)
+def test_call_sites(launched, call: str, capability: int) -> None:
+    with active(capability) as driver:
+        driver.stream = STREAM
+        try:
+            CALLS[call]()
+        finally:
+            launched[capability] += driver.launches
+    assert driver.launches
+    assert {launch.stream for launch in driver.launches} == {STREAM}
+    strangers = {describe(launch) for launch in driver.launches if not is_specified(launch)}
+    assert not strangers, "launched, but no spec compiles it:\n" + "\n".join(strangers)
+
+
+SPECS = collect_specs()
+# Chosen pass by pass, in more combinations than are worth compiling ahead of time; the driver measures those here.
+VARIED = {
+    "attention_kernel": {"QUERIES", "KEYS", "EVEN", "SPLIT", "out", "num_warps"},
+    "combine_kernel": {"SPLITS", "HEADS", "DIM", "out"},
+    **{name: {"WINDOW"} for name in ("start_kernel", "cut_kernel", "settle_kernel", "tally_kernel")},
+}
+
+
+def is_specified(launch: Launch) -> bool:
+    varied = frozenset(VARIED.get(launch.kernel.__name__, ()))
+    return any(launch.is_variant_of(spec, varied) for spec in SPECS)
+
+
+def describe(launch: Launch) -> str:
+    kinds = {name: kind for name, kind in launch.signature.items() if kind != "constexpr"}
+    unaligned = sorted(name for name, kind in kinds.items() if kind.startswith("*") and name not in launch.aligned)
+    also = sorted(name for name in launch.aligned if not kinds[name].startswith("*"))
+    return f"{launch.kernel.__name__} {kinds} {launch.constants} {unaligned=} {also=} {launch.warps} {launch.stages}"
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_no_kernel_is_left_out(request: pytest.FixtureRequest, launched, capability: int) -> None:
+    ran = {
+        item.callspec.params["call"]
+        for item in request.session.items
+        if "call" in getattr(item, "callspec", SimpleNamespace(params=())).params
+    }
+    if ran != set(CALLS):
+        pytest.skip("needs all call sites to have run")
+    every = {kernel.__name__ for module in kernel_modules().values() for kernel in kernels_of(module).values()}
+    assert {launch.kernel.__name__ for launch in launched[capability]} == every
+
+
+def test_a_launch_that_no_spec_has_is_seen() -> None:
+    with active(90) as driver:
+        run_pages()
+    (first, *_) = driver.launches
+    (spec,) = (spec for spec in SPECS if first.is_variant_of(spec))
+    assert not first.is_variant_of(replace(spec, constants={"BLOCK": 128}))
+    assert not first.is_variant_of(replace(spec, aligned=spec.aligned[1:]))
