@@ -48,17 +48,21 @@ def is_faulty(logits: Array) -> bool:
 
 
 def kept_weights(logits: Array, wanted: Parameters) -> Float64:
-    """Weights that temperature, min_p, top_k and top_p leave of a row that is not faulty; the likeliest has 1."""
+    """Weights that temperature, min_p, top_k and top_p leave of a row that is not faulty; the likeliest has 1.
+
+    Parameters are rounded to float32, as which the kernels get them.
+    """
+    min_p, top_p = float(np.float32(wanted.min_p)), float(np.float32(wanted.top_p))
     with np.errstate(over="ignore"):
         scaled = (logits - logits.max()) * (np.float32(1) / np.float32(wanted.temperature))
     weights: Float64 = np.exp(scaled.astype(np.float64))
-    weights[weights < wanted.min_p] = 0
+    weights[weights < min_p] = 0
     if 0 < wanted.top_k < len(weights):
         weights[weights < np.sort(weights)[-wanted.top_k]] = 0
-    if wanted.top_p < 1:
+    if top_p < 1:
         order = np.argsort(-weights, kind="stable")
         before = np.cumsum(weights[order]) - weights[order]
-        gone = before >= wanted.top_p * weights.sum()
+        gone = before >= top_p * weights.sum()
         gone[0] = False
         weights[order[gone]] = 0
     return weights
