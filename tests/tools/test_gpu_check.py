@@ -57,7 +57,7 @@ def broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str) -> Part:
     """A part whose module is `text`."""
     (tmp_path / "broken_part.py").write_text(text)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return Part("broken", "broken_part", "breaks", 2)
+    return Part("broken", "broken_part", "breaks", 30)
 
 
 def test_a_part_that_fails_says_why_and_keeps_what_it_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -69,7 +69,7 @@ def test_a_part_that_fails_says_why_and_keeps_what_it_found(tmp_path: Path, monk
 
 
 def test_a_part_that_hangs_or_dies_is_ended(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    hung = run_part(broken(tmp_path, monkeypatch, "import time; time.sleep(60)"), HOST, 60)
+    hung = run_part(broken(tmp_path, monkeypatch, "import time; time.sleep(60)"), HOST, 1)
     assert (hung.status, hung.reason[:14]) == ("failed", "not done after")
     dead = run_part(broken(tmp_path, monkeypatch, "import os; os.abort()"), HOST, 60)
     assert dead.status == "failed" and "-6" in dead.reason
