@@ -203,5 +203,7 @@ def test_the_stand_in_takes_what_flashinfer_takes() -> None:
     for theirs, ours in pairs:
         known = inspect.signature(theirs).parameters
         for name, parameter in inspect.signature(ours).parameters.items():
+            if name == "self":
+                continue
             assert name in known
             assert parameter.default in {inspect.Parameter.empty, known[name].default}
