@@ -11,12 +11,13 @@ STAMP_TEST  := $(VENV)/.installed-test
 PIP_INSTALL = quiet=-qq; [ -t 1 ] && quiet=; \
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $$quiet
 
-.PHONY: help serve test coverage lint bench clean
+.PHONY: help serve test check-cuda coverage lint bench clean
 
 help:
 	@echo "make serve [ARGS='MODEL --port 8000 ...']  install, fetch the default model, serve it over HTTP"
 	@echo "make test                                  everything that has to hold before a change lands"
 	@echo "make lint                                  the part of it that runs no code: style, types, imports, sizes"
+	@echo "make check-cuda                            compile FlashInfer for Hopper and run its planner, without a GPU"
 	@echo "make coverage                              which lines the tests of single parts reach; takes longer"
 	@echo "make bench [ARGS='--concurrency 1,8,32']   start a server and measure it"
 	@echo "make clean                                 remove .venv and caches"
@@ -38,6 +39,9 @@ test: lint
 	$(BIN)/python -m pytest --ignore=tests/e2e --ignore=tests/interpret -n 2 --dist loadfile $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpret -n 2 --dist loadfile $(ARGS)
 	$(BIN)/python -m pytest tests/e2e $(ARGS)
+
+check-cuda: $(STAMP_TEST)
+	$(BIN)/python -m tools.check_cuda
 
 coverage: $(STAMP_TEST)
 	$(BIN)/coverage erase

@@ -13,6 +13,7 @@ from gpu.device.cuda import CudaDevice
 from gpu.device.guard import LaunchGuard
 from gpu.device.protocol import Device, Observer
 from gpu.kernels.cuda_sampling_work import CHUNK, scratch_words
+from gpu.kernels.flashinfer_attention import Shape, choose
 from gpu.kernels.step_kernels import Array
 from gpu.kernels.triton_sampling import sample
 from gpu.kernels.triton_step import TritonStepKernels
@@ -30,9 +31,16 @@ class Parts(NamedTuple):
     sampler: Sampler
 
 
-def make_parts(config: ServerConfig, weights: Weights, progress: Any, device: str) -> Parts:
+def make_parts(
+    config: ServerConfig,
+    weights: Weights,
+    progress: Any,
+    device: str,
+    capability: tuple[int, int] | None = None,
+) -> Parts:
     """Load the model and allocate all that a step works in. device: torch's name of it.
 
+    capability: of the GPU, so that FlashInfer can be taken where it is installed and fits; None for our own attention.
     Raises ValueError for a model that the kernels do not support, MemoryError if the device is too small.
     """
     max_rows = ResultLayout(config).max_rows
@@ -48,6 +56,15 @@ def make_parts(config: ServerConfig, weights: Weights, progress: Any, device: st
         device=device,
         progress=progress,
     )
+    if capability is not None:
+        info, kind = config.model, model.k_cache.dtype
+        heads = (info.num_heads, info.num_kv_heads, info.head_dim)
+        shape = Shape(*heads, config.page_size, config.pages_per_row, kind, model.k_cache.device)
+        # Lengths stay on the device: what has to plan with them on the CPU is no choice here.
+        choice = choose(model.attention, shape, capability, host_lengths=False)
+        model.attention = choice.attention
+        if progress is not None:
+            progress(f"attention: {choice.reason}")
     kernels = TritonStepKernels(
         StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison
     )
@@ -67,6 +84,6 @@ def open_cuda(
 ) -> tuple[Device, StepProgram]:
     """Open the GPU and make the program. Raises DeviceError if there is none; see also `make_parts`."""
     device = CudaDevice(observer, guard=guard)  # first: without a GPU this is the clearest error
-    parts = make_parts(config, weights, progress, "cuda")
+    parts = make_parts(config, weights, progress, "cuda", torch.cuda.get_device_capability())
     program = StepProgram(device, config, parts.model, parts.kernels, parts.sampler, ledger_tokens)
     return device, program

@@ -91,6 +91,7 @@ class StepProgram:
         self.schedule = device.stream("schedule")
         self.forward = device.stream("forward")
         self.copy = device.stream("copy")
+        assert len({id(stream) for stream in (self.schedule, self.forward, self.copy)}) == 3, "streams are secretly one"
         self.early_lengths = EarlyLengths(device, kernels, self.batch.max_rows) if early_lengths else None
         self.graphs = DecodeGraphs(device, self.forward, config.max_running, LANES)
         self.steps_launched = 0

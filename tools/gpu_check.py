@@ -37,20 +37,25 @@ class Part:
     what: str
     seconds: int  # after which it has failed
     needs_model: bool = False
+    least: int = 20  # seconds that the parts before leave it, whatever they do
     interpreted: bool = False  # on the host, Triton's kernels run in its interpreter
 
 
+_DEVICE, _SERVING = "tools.gpu_check_device", "tools.gpu_check_serving"
 PARTS = (
-    Part("environment", "tools.gpu_check_device", "versions, device, limits", 60),
-    Part("rings", "tools.gpu_check_device", "shared memory registered, results written into it by the device", 60),
-    Part("graphs", "tools.gpu_check_device", "capture and replay with events inside, streams that overlap", 60),
+    Part("environment", _DEVICE, "versions, device, limits", 60),
+    Part("rings", _DEVICE, "shared memory registered, results written into it by the device", 60),
+    Part("graphs", _DEVICE, "capture and replay with events inside, streams that overlap", 60),
+    Part("guard", _DEVICE, "calls that would wait are refused in the launch loop", 60),
     Part(
         "kernels", "tools.gpu_check_kernels", "every Triton kernel against its plain reference", 240, interpreted=True
     ),
     Part("step", "tools.gpu_check_step", "the step program: right tokens, every edge dropped in turn", 180),
-    Part("greedy", "tools.gpu_check_serving", "the greedy file in float32, token by token", 180, needs_model=True),
-    Part("speed", "tools.gpu_check_serving", "tokens/s and gaps at 1 to 64 at once, overlap on and off", 300, True),
-    Part("speed-qwen3", "tools.gpu_check_serving", "the same on random weights of Qwen3-0.6B's shape", 300),
+    Part("greedy", _SERVING, "the greedy file in float32, token by token", 180, needs_model=True, least=60),
+    Part(
+        "speed", _SERVING, "tokens/s and gaps, 1 to 64 at once, overlap on and off", 300, needs_model=True, least=70
+    ),
+    Part("speed-qwen3", _SERVING, "the same on random weights of Qwen3-0.6B's shape", 300, least=90),
 )
 
 
@@ -126,10 +131,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options, names, out, seconds = _arguments(argv)
     begin_s = time.monotonic()
     outcomes = []
-    for part in PARTS:
-        if names and part.name not in names:
-            continue
-        left = seconds - (time.monotonic() - begin_s)
+    chosen = [part for part in PARTS if not names or part.name in names]
+    for number, part in enumerate(chosen):
+        kept = sum(later.least for later in chosen[number + 1 :])
+        left = seconds - (time.monotonic() - begin_s) - kept
         print(f"{part.name:12s} {part.what} ...", flush=True)
         if left <= 0:
             outcome = Outcome(part.name, "failed", 0.0, {}, f"the {seconds} s for all parts are over")
@@ -162,6 +167,10 @@ def _arguments(argv: Sequence[str] | None) -> tuple[Options, set[str], Path, int
         parser.error(f"--model: {model} does not exist")
     if not Path(given.greedy).is_file():
         parser.error(f"--greedy: {given.greedy} does not exist")
+    if not given.out.absolute().parent.is_dir():
+        parser.error(f"--out: {given.out.absolute().parent} is no folder")
+    if given.seconds < 1:
+        parser.error(f"--seconds: {given.seconds} is less than 1")
     options = Options(given.device, model, str(Path(given.greedy).absolute()), given.quick, given.lines)
     return options, set(given.part), given.out.absolute(), given.seconds
 

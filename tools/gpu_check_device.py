@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from gpu.device.protocol import Completion, Device, Stream, Timestamp
+from gpu.device.protocol import Completion, Device, DeviceError, Stream, Timestamp
 from shm.segment import Segment
 from tools.gpu_check import Options
 from tools.gpu_check_part import Figures, open_device, run
@@ -45,13 +45,13 @@ def environment(options: Options, figures: Figures) -> None:
     except ImportError:
         figures.add("triton", "not installed")
     figures.add("cpus", os.cpu_count())
+    device = open_device(options.device)
     if options.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         figures.add("device", properties.name)
         figures.add("capability", f"{properties.major}.{properties.minor}")
         figures.add("memory_gb", round(properties.total_memory / 1e9, 1))
         figures.add("cuda", torch.version.cuda)
-    device = open_device(options.device)
     streams = {device.stream(f"stream{i}") for i in range(24)}  # each one of its own, of the 32 that torch has
     device.close()
     figures.add("streams", len(streams))
@@ -145,6 +145,58 @@ def graphs(options: Options, figures: Figures) -> None:
     device.close()
 
 
+def guard(options: Options, figures: Figures) -> None:
+    """What would wait for the device raises in the launch loop, and nowhere else; work that does not wait passes."""
+    from gpu.device.guard import LaunchGuard
+
+    watcher: LaunchGuard
+    device: Any
+    if options.device == "cuda":
+        from gpu.device.cuda import CudaDevice
+        from gpu.device.guard_torch import TorchGuard
+
+        watcher = TorchGuard(cuda=True)
+        device = CudaDevice(guard=watcher)
+    else:
+        from gpu.device.host import HostDevice
+
+        watcher = LaunchGuard()
+        device = HostDevice(guard=watcher)
+    stream = device.stream("stream")
+    memory = device.buffer((INTS,), np.int32, "memory")
+    planted: dict[str, Any] = {
+        "item": lambda: memory.array[3].item(),  # noqa: PLW0108 - evaluated in the section
+        "tolist": memory.array.tolist,
+        "bool": lambda: bool(memory.array[0] > 0),
+        "synchronize": device.synchronize,
+        "stream synchronize": stream.synchronize,
+    }
+    if options.device == "cuda":
+        planted |= {
+            "to cpu": lambda: memory.array.to("cpu"),
+            "blocking copy": lambda: torch.empty(INTS, dtype=torch.int32).copy_(memory.array),
+            "nonzero": memory.array.nonzero,
+            "torch.cuda.synchronize": lambda: torch.cuda.synchronize(),  # noqa: PLW0108 - replaced in the section
+        }
+
+    def add() -> None:
+        memory.array.__iadd__(1)
+
+    missed = []
+    with watcher.section():
+        device.launch(stream, add, reads=(memory.region(),), writes=(memory.region(),), name="add")
+        for name, wait in planted.items():
+            try:
+                wait()
+                missed.append(name)
+            except (DeviceError, RuntimeError) as error:
+                figures.add(name, str(error)[:120])
+    assert not missed, f"not refused: {', '.join(missed)}"
+    device.synchronize()
+    assert memory.array.tolist()[5] == 1
+    device.close()
+
+
 def read_time(device: Device, stamp: Timestamp, stream: Stream, times: dict[str, int]) -> Completion:
     """Have the time of `stamp`, which was just recorded on `stream`, put into `times` under its name."""
 
@@ -164,4 +216,4 @@ def check_query(device: Device) -> None:
 
 
 if __name__ == "__main__":
-    run({"environment": environment, "rings": rings, "graphs": graphs})
+    run({"environment": environment, "rings": rings, "graphs": graphs, "guard": guard})

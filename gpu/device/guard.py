@@ -108,7 +108,7 @@ class WatchedArray(np.ndarray[Any, Any]):
 
     def __getitem__(self, key: Any) -> Any:
         parts = key if isinstance(key, tuple) else (key,)
-        if not all(part is None or part is Ellipsis or isinstance(part, int | slice | np.integer) for part in parts):
+        if not all(part is None or part is Ellipsis or _is_plain_index(part) for part in parts):
             self._touch("reading device memory by an array of indices")
             return plain(self)[key]
         found = super().__getitem__(key)
@@ -151,6 +151,11 @@ class WatchedArray(np.ndarray[Any, Any]):
         """An iterator over the elements."""
         self._touch("flat of device memory")
         return super().flat
+
+
+def _is_plain_index(part: Any) -> bool:
+    """Whether it makes a view, or one element; a bool is a mask."""
+    return isinstance(part, int | slice | np.integer) and not isinstance(part, bool)
 
 
 def plain(array: Any) -> Any:

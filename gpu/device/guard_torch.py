@@ -52,9 +52,26 @@ class TorchGuard(LaunchGuard):
                 before = torch.cuda.get_sync_debug_mode()
                 torch.cuda.set_sync_debug_mode("error")
                 stack.callback(torch.cuda.set_sync_debug_mode, before)
+            for owner in (torch.cuda, torch.cuda.Stream, torch.cuda.Event):
+                stack.enter_context(self._refusing(owner))
             stack.enter_context(_PythonCalls(self))
             stack.enter_context(_Operators(self))
             yield
+
+    @contextmanager
+    def _refusing(self, owner: Any) -> Iterator[None]:
+        """`owner.synchronize` is refused to the launching thread."""
+        waits = owner.synchronize
+
+        def synchronize(*arguments: Any, **named: Any) -> Any:
+            self.refuse(f"{owner.__name__}.synchronize")
+            return waits(*arguments, **named)
+
+        owner.synchronize = synchronize
+        try:
+            yield
+        finally:
+            owner.synchronize = waits
 
     def watch(self, array: Any) -> Any:
         """Device memory, in the form in which it is handed out."""

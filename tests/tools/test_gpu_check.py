@@ -26,7 +26,7 @@ def check(tmp_path: Path, *arguments: str) -> dict[str, Any]:
     return report
 
 
-@pytest.mark.parametrize("part", ["environment", "rings", "graphs", "step", "kernels", "speed-qwen3"])
+@pytest.mark.parametrize("part", ["environment", "rings", "graphs", "guard", "step", "kernels", "speed-qwen3"])
 def test_a_part_passes_on_the_host_device(part: str, tmp_path: Path) -> None:
     report = check(tmp_path, "--part", part)
     (outcome,) = report["parts"]
@@ -83,12 +83,25 @@ def test_one_failure_hides_no_other_part(tmp_path: Path, monkeypatch: pytest.Mon
     assert report["status"] == 1
 
 
-def test_without_time_left_the_rest_fails(tmp_path: Path) -> None:
-    report = check(tmp_path, "--seconds", "0")
-    assert {part["status"] for part in report["parts"]} == {"failed"}
+def test_a_part_that_takes_all_the_time_leaves_some_for_the_others(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hangs = broken(tmp_path, monkeypatch, "import time; time.sleep(600)")
+    monkeypatch.setattr(gpu_check, "PARTS", (hangs, gpu_check.PARTS[0]))
+    report = check(tmp_path, "--seconds", "22")
+    assert [part["status"] for part in report["parts"]] == ["failed", "passed"]
 
 
-@pytest.mark.parametrize("arguments", [["--model", "/nowhere"], ["--greedy", "/nowhere"], ["--device", "tpu"]])
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--model", "/nowhere"],
+        ["--greedy", "/nowhere"],
+        ["--device", "tpu"],
+        ["--out", "/nowhere/x"],
+        ["--seconds", "0"],
+    ],
+)
 def test_wrong_arguments_are_refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(arguments)
