@@ -1,6 +1,7 @@
 /* The part of the CUDA runtime that FlashInfer's host code calls, without a GPU: a device with the limits of an H100,
  * copies that are made and recorded, launches that are recorded and not run. Built by tools/check_cuda.py. */
 
+#include <cuda.h>
 #include <cuda_runtime_api.h>
 #include <stdint.h>
 #include <string.h>
@@ -61,6 +62,30 @@ cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, enum cudaM
   record[0] = (uint64_t)to, record[1] = (uint64_t)from, record[2] = bytes;
   memcpy(to, from, bytes);
   return cudaSuccess;
+}
+
+/* The variables of a device that are read here say how much shared memory a kernel takes. */
+cudaError_t cudaMemcpyFromSymbol(void *to, const void *symbol, size_t bytes, size_t offset, enum cudaMemcpyKind kind) {
+  (void)symbol, (void)offset, (void)kind;
+  memset(to, 0, bytes);
+  return cudaSuccess;
+}
+
+/* Of the driver: descriptors of tensors, which only the device reads. */
+CUresult cuTensorMapEncodeTiled(CUtensorMap *map, CUtensorMapDataType type, cuuint32_t rank, void *memory,
+                                const cuuint64_t *sizes, const cuuint64_t *strides, const cuuint32_t *box,
+                                const cuuint32_t *steps, CUtensorMapInterleave interleave, CUtensorMapSwizzle swizzle,
+                                CUtensorMapL2promotion promotion, CUtensorMapFloatOOBfill fill) {
+  (void)type, (void)rank, (void)memory, (void)sizes, (void)strides, (void)box, (void)steps, (void)interleave,
+      (void)swizzle, (void)promotion, (void)fill;
+  memset(map, 0, sizeof *map);
+  return CUDA_SUCCESS;
+}
+
+CUresult cuGetErrorName(CUresult error, const char **name) {
+  (void)error;
+  *name = "none";
+  return CUDA_SUCCESS;
 }
 
 cudaError_t cudaLaunchKernel(const void *kernel, dim3 grid, dim3 block, void **arguments, size_t shared,

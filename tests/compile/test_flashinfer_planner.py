@@ -7,6 +7,7 @@ import contextlib
 import ctypes
 import itertools
 import os
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -62,6 +63,8 @@ def library(runtime: Runtime) -> Any:
         patch.setattr(torch, "empty", not_pinned(torch.empty))
         patch.setattr(torch.cuda, "device", lambda device: contextlib.nullcontext())
         patch.setattr(flashinfer.decode, "device_support_pdl", lambda device: False)
+        patch.setattr(flashinfer.decode, "get_device_sm_count", lambda device: 132)
+        patch.setattr(sys.modules["flashinfer.xqa"], "get_compute_capability", lambda device: (9, 0))
         yield flashinfer
 
 
@@ -102,14 +105,25 @@ def random_lengths(rng: np.random.Generator, live: int) -> np.ndarray:
     return rng.integers(1, longest + 1, live).astype(np.int32)
 
 
-def run(attention: fi.PlannedDecode, rows: int) -> None:
+def run(attention: fi.PlannedDecode | fi.DeviceLengths, rows: int) -> None:
+    """One pass of a layer."""
     q = torch.zeros(rows, SHAPE.heads, SHAPE.dim, dtype=SHAPE.dtype)
     layer = torch.zeros(9, SHAPE.page_size, SHAPE.kv_heads, SHAPE.dim, dtype=SHAPE.dtype)
     ints = torch.zeros(rows, SHAPE.pages_per_row, dtype=torch.int32)
-    extents = Extents(ints[:, 0], ints[:, 0], 1)
+    ends = torch.ones(rows, dtype=torch.int32)
+    extents = Extents(ends, ends, 1)
     with active(90):
         attention.begin(ints, extents)
-    attention.run(q, layer, layer.clone(), ints, ints[:, 0], ints[:, 0], extents, torch.zeros_like(q))
+    attention.run(q, layer, layer.clone(), ints, ends, ends, extents, torch.zeros_like(q))
+
+
+def test_lengths_on_the_device_are_launched_without_a_plan(library: Any, runtime: Runtime) -> None:
+    attention = fi.DeviceLengths(library, SHAPE, own=None)  # type: ignore[arg-type]
+    runtime.reset()
+    run(attention, ROWS)
+    (launch,) = runtime.launches()
+    assert launch[1:3] == (SHAPE.kv_heads, ROWS)
+    assert runtime.copies() == []
 
 
 def work_of(attention: fi.PlannedDecode, info: list[int], rows: int) -> dict[int, list[int]]:
