@@ -52,9 +52,7 @@ PARTS = (
     ),
     Part("step", "tools.gpu_check_step", "the step program: right tokens, every edge dropped in turn", 180),
     Part("greedy", _SERVING, "the greedy file in float32, token by token", 180, needs_model=True, least=60),
-    Part(
-        "speed", _SERVING, "tokens/s and gaps, 1 to 64 at once, overlap on and off", 300, needs_model=True, least=70
-    ),
+    Part("speed", _SERVING, "tokens/s and gaps, 1 to 64 at once, overlap on and off", 300, needs_model=True, least=70),
     Part("speed-qwen3", _SERVING, "the same on random weights of Qwen3-0.6B's shape", 300, least=90),
 )
 
