@@ -1,4 +1,6 @@
-"""What of FlashInfer can be checked without a GPU, in one command: `python -m tools.check_cuda`.
+"""What takes minutes to check for CUDA without a GPU, in one command: `python -m tools.check_cuda`.
+
+Every variant of every Triton kernel is compiled for every supported GPU. Then FlashInfer:
 
 FlashInfer and a CUDA compiler are installed from the package index into a folder of their own, beside the environment
 and without their heavy dependencies. The compiler makes FlashInfer's decode module for Hopper; a stand-in for the CUDA
@@ -74,6 +76,7 @@ def environment(folder: Path) -> dict[str, str]:
         "FLASHINFER_CUDA_ARCH_LIST": HOPPER,
         "FLASHINFER_WORKSPACE_BASE": str(folder),
         "MAX_JOBS": str(os.cpu_count()),
+        "STEPAHEAD_ALL_VARIANTS": "1",
         "STEPAHEAD_FAKE_CUDART": str(build_runtime(link, cuda)),
     }
 
@@ -87,7 +90,7 @@ def main() -> int:
     install(folder)
     print(f"FlashInfer and nvcc are in {folder} ({time.monotonic() - began:.0f} s)", flush=True)
     command = [sys.executable, "-m", "pytest", "-s", "-p", "no:cacheprovider"]
-    files = sorted(TESTS.glob("test_flashinfer_*.py"))
+    files = [TESTS / "test_ahead_of_time.py", *sorted(TESTS.glob("test_flashinfer_*.py"))]
     return subprocess.run([*command, *files], env=environment(folder), cwd=ROOT, check=False).returncode
 
 
