@@ -12,11 +12,12 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 
 from gpu.kernels import triton_pages, triton_sampling, triton_window
 from gpu.kernels.cuda_sampling_work import scratch_words
 from gpu.kernels.step_kernels import Extents, PassShape, Rows, Tables
-from gpu.kernels.triton_compile import TARGETS
+from gpu.kernels.triton_compile import TARGETS, compile_spec
 from gpu.kernels.triton_gather import spec_layouts
 from gpu.kernels.triton_spec import collect_specs, kernel_modules, kernels_of
 from gpu.kernels.triton_step import TritonStepKernels
@@ -254,3 +255,18 @@ def test_a_launch_that_no_spec_has_is_seen() -> None:
     (spec,) = (spec for spec in SPECS if first.is_variant_of(spec))
     assert not first.is_variant_of(replace(spec, constants={"BLOCK": 128}))
     assert not first.is_variant_of(replace(spec, aligned=spec.aligned[1:]))
+
+
+@pytest.mark.parametrize("capability", TARGETS)
+def test_a_launch_finds_what_its_spec_has_compiled(monkeypatch: pytest.MonkeyPatch, capability: int) -> None:
+    """To Triton's cache too, a spec and its launch are one thing."""
+    kernel = triton_pages.join_pages_kernel
+    for spec in triton_pages.SPECS:
+        compile_spec(spec, capability)
+    found = []
+    monkeypatch.setattr(triton.knobs.compilation, "listener", lambda *, cache_hit, **also: found.append(cache_hit))
+    with active(capability):
+        run_pages()
+        assert found == [True]
+        kernel[(1,)](ints(1, 8), ints(2), ints(8)[1:], 8, BLOCK=triton_pages.BLOCK, num_warps=1)
+    assert found == [True, False], "a variant that no spec has is compiled anew"
