@@ -1,8 +1,8 @@
-"""Calls between interpreted kernels without the preparation that the outermost one has done already.
+"""Calls between interpreted kernels without the preparation that has been done already.
 
 Triton's interpreter replaces the members of `triton.language` at every call of a jitted function by another, which
-takes some milliseconds and changes nothing: the kernel that was launched has replaced them, and nobody puts them back
-before it ends. Functions of Triton's own library see another module and are left as they are.
+takes some milliseconds. The kernel that was launched has replaced them, and nobody puts them back before it ends. Only
+functions of Triton's own library see another module, `triton.language.core`; what a call has replaced there stays.
 """
 
 import functools
@@ -14,6 +14,7 @@ import triton.language as tl
 from triton.runtime.interpreter import InterpretedFunction
 
 _prepare_and_call = InterpretedFunction.__call__
+_prepared: set[Any] = set()  # functions that have been called once
 
 
 @functools.cache
@@ -22,7 +23,8 @@ def _sees_core(function: Any) -> bool:
 
 
 def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
-    if _sees_core(self.fn):
+    if _sees_core(self.fn) and self.fn not in _prepared:
+        _prepared.add(self.fn)
         return _prepare_and_call(self, *args, **kwargs)
     return self.rewrite()(*args, **kwargs)
 

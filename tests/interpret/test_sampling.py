@@ -5,6 +5,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import pytest
 import torch
+import triton
+import triton.language as tl
 
 from gpu.kernels import plain_sampling, sampling, triton_sampling
 from gpu.kernels.cuda_sampling_work import CHUNK, VOCAB_MAX, scratch_words
@@ -151,13 +153,26 @@ def test_a_token_depends_neither_on_its_neighbours_nor_on_the_cut() -> None:
     assert by_triton(case, 64) == together
 
 
-def test_uniform_numbers_are_those_of_the_host() -> None:
-    """With one of 2^16 equal tokens drawn, 16 bits of the number show."""
-    logits = np.zeros((2, 1 << 16), np.float32)
-    for seed, position in ((0, 0), (2**64 - 1, 2**31 - 1)):
-        wanted = [Parameters(1.0, seed=seed), Parameters(1.0, seed=seed ^ (1 << 63))]
-        case = Case(logits, wanted, np.full(2, position, np.int32))
-        assert by_triton(case, 1 << 16) == by_host(case) == by_reference(case)
+@triton.jit
+def uniform_kernel(seeds, positions, out):  # type: ignore[no-untyped-def]
+    i = tl.program_id(0)
+    for draw in tl.static_range(2):
+        number = triton_sampling._uniform(tl.load(seeds + i), tl.load(positions + i), draw)
+        tl.store(out + 2 * i + draw, number)
+
+
+def test_uniform_numbers_are_those_of_the_host_bit_for_bit() -> None:
+    random = np.random.default_rng(8)
+    seeds = np.array([0, 1, 2**63, 2**64 - 1, *random.integers(0, 2**64, 20, np.uint64)], np.uint64)
+    positions = np.array([0, 2**31 - 1, 1, 7, *random.integers(0, 2**31, 20)], np.int32)
+    out = torch.zeros(len(seeds), 2, dtype=torch.float64)
+    uniform_kernel[(len(seeds),)](tensor(seeds), tensor(positions), out)
+    pairs = zip(seeds.tolist(), positions.tolist(), strict=True)
+    assert out.tolist() == [[plain_sampling.uniform(*pair, draw) for draw in range(2)] for pair in pairs]
+    # The host keeps its numbers to itself: of one, 16 bits show in which of 2^16 equal tokens it draws.
+    wanted = [Parameters(1.0, seed=int(seed)) for seed in seeds]
+    case = Case(np.zeros((len(seeds), 1 << 16), np.float32), wanted, positions)
+    assert by_host(case) == [int(u * (1 << 16)) for u in out[:, 0].tolist()]
 
 
 def test_scratch_that_is_too_small_and_vocabularies_that_are_too_large() -> None:

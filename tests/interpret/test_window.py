@@ -88,16 +88,16 @@ def by_reference(case: Case) -> Result:
 
 
 def make_case(seed: int, vocab: int, width: int, wanted: list[Parameters], *, full: bool) -> Case:
-    """Drafts of which about half are likely. No border lies so near that a bit would change a token."""
+    """Drafts of which half are the drafter's likeliest. No border lies so near that a bit would change a token."""
     random = np.random.default_rng(seed)
     requests = len(wanted)
     logits = (random.standard_normal((requests, width, vocab)) * 2).astype(np.float32)
-    drafts = random.integers(0, vocab, (width - 1, requests))
-    drafts = np.where(random.random(drafts.shape) < 0.6, logits.argmax(2)[:, :-1].T, drafts).astype(np.int32)
-    probs = None
+    likely, probs = logits[:, :-1].transpose(1, 0, 2), None
     if full:
-        weights = np.exp(logits[:, :-1].transpose(1, 0, 2) + random.standard_normal((width - 1, requests, vocab)))
-        probs = (weights / weights.sum(2, keepdims=True)).astype(np.float32)
+        weights = np.exp(likely + 2 * random.standard_normal(likely.shape))
+        likely = probs = (weights / weights.sum(2, keepdims=True)).astype(np.float32)
+    drafts = random.integers(0, vocab, likely.shape[:2])
+    drafts = np.where(random.random(drafts.shape) < 0.6, likely.argmax(2), drafts).astype(np.int32)
     return Case(logits, drafts, probs, [w._replace(seed=seed * 1000 + s) for s, w in enumerate(wanted)])
 
 
@@ -106,28 +106,29 @@ MIXED = [Parameters(0.0), Parameters(0.9), Parameters(1.2, top_p=0.7), Parameter
 
 @pytest.mark.parametrize("full", [False, True], ids=["sure", "full"])
 def test_all_three_agree(team: Team, full: bool) -> None:
-    case = make_case(1, 30, 3, MIXED + MIXED[1:], full=full)
+    case = make_case(1, 20, 3, MIXED, full=full)
     assert by_triton(case) == by_host(case, team) == by_reference(case)
-    assert {1, 2, 3} == set(by_reference(case)[1])
+    assert len(set(by_reference(case)[1])) > 1
 
 
 @pytest.mark.parametrize("full", [False, True], ids=["sure", "full"])
 def test_many_draws_agree(team: Team, full: bool) -> None:
     """One distribution, many seeds, no filter: the kernels that judge and draw."""
-    case = make_case(2, 20, 2, [Parameters(1.0)] * 40, full=full)
+    case = make_case(2, 20, 2, [Parameters(1.0)] * 16, full=full)
     found = by_triton(case, 32)
     assert found == by_host(case, team) == by_reference(case)
-    assert 5 < found[1].count(1) < 35
+    assert 2 < found[1].count(1) < 14
 
 
 def test_a_window_of_one_is_sampling(team: Team) -> None:
-    case = make_case(3, 30, 1, MIXED, full=False)
+    case = make_case(3, 20, 1, MIXED, full=False)
     rows, _, _, *columns = case.inputs()[:9]
     out = torch.full((4,), -9, dtype=torch.int32)
-    scratch = torch.zeros(scratch_words(4, 30, CHUNK), dtype=torch.int64)
+    scratch = torch.zeros(scratch_words(4, 20, CHUNK), dtype=torch.int64)
     triton_sampling.sample(tensor(rows), *map(tensor, columns), out, scratch, CHUNK)
-    assert by_triton(case) == ([[token] for token in out.tolist()], [1] * 4, [3, 4, 5, 0])
-    assert by_triton(case) == by_host(case, team) == by_reference(case)
+    found = by_triton(case)
+    assert found == ([[token] for token in out.tolist()], [1] * 4, [3, 4, 5, 0])
+    assert found == by_host(case, team) == by_reference(case)
 
 
 def test_greedy_ties_faults_and_drafts_that_are_no_tokens(team: Team) -> None:
@@ -138,7 +139,7 @@ def test_greedy_ties_faults_and_drafts_that_are_no_tokens(team: Team) -> None:
     for temperature in (0.0, 1.0):
         wanted = [Parameters(temperature, top_k=3, top_p=0.01, seed=s) for s in range(6)]  # token 0 alone stays
         case = Case(logits, drafts, None, wanted)
-        found = by_triton(case)
+        found = by_triton(case, 32)
         assert found == by_host(case, team) == by_reference(case)
         assert found[0] == [[0, 0, 0], [0, 0], [0], [0], [0, -1], [-1]]
 
