@@ -25,7 +25,7 @@ from typing import Any
 ROOT = Path(__file__).resolve().parent.parent
 STANDINS = Path(__file__).with_name("standins")
 GREEDY = ROOT / "tests" / "data" / "smollm2_greedy.jsonl"
-TAIL_CHARS = 2000
+TAIL_CHARS = 12000
 
 
 @dataclass(frozen=True)

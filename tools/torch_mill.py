@@ -62,12 +62,14 @@ class TorchMill:
         extents: Any,
     ) -> None:
         """See `gpu.step.Model`. logits: 1 for the next token, 0 for all others."""
-        at, rows = positions.long(), seqs.long()
+        # What a pass with a missing edge reads may be anything: an index out of range would end the CUDA context.
+        at = positions.long().clamp_(0, page_rows.shape[1] * self._page_size - 1)
+        rows = seqs.long().clamp_(0, len(page_rows) - 1)
         slots = self._slots(page_rows, rows, at)
         k, v = slot_value(tokens.long(), at)
         self.k_cache.index_put_((slots,), k)
         self.v_cache.index_put_((slots,), v)
-        wanted = logit_rows.long()
+        wanted = logit_rows.long().clamp_(0, len(tokens) - 1)
         rows, last = rows[wanted], at[wanted]
         every = self._positions.clamp(max=page_rows.shape[1] * self._page_size - 1)
         past = self._slots(page_rows, rows[:, None].expand(-1, len(every)), every[None].expand(len(rows), -1))
