@@ -33,7 +33,7 @@ def chosen() -> list[int]:
 VARIANTS = [pytest.param(place, id=f"{place}-{SPECS[place].name}") for place in chosen()]
 
 
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def usages(request: pytest.FixtureRequest, shared_cache: None):
     """What every kernel takes that this run asks for, by place of its spec and target; two processes compile."""
     wanted = [

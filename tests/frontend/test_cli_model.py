@@ -34,8 +34,11 @@ def started(*arguments: str) -> subprocess.Popen[str]:
 
 @pytest.fixture
 def nothing_left() -> Iterator[None]:
+    before = set(psutil.Process().children(recursive=True))  # of the test run itself
     yield
-    left = [p for p in psutil.Process().children(recursive=True) if p.status() != psutil.STATUS_ZOMBIE]
+    left = [
+        p for p in psutil.Process().children(recursive=True) if p not in before and p.status() != psutil.STATUS_ZOMBIE
+    ]
     assert left == []
 
 
