@@ -9,6 +9,7 @@ from typing import NamedTuple
 QUERY_TILES = (16, 32, 64)  # tokens x query heads of a group; 16 is the least that tensor cores take
 PROGRAMS = 512  # enough for every multiprocessor of a large GPU to have several
 SPLITS_MAX = 32
+STAGES = 3  # steps of the loop whose loads are under way at once
 SPLIT_KEYS = 256  # fewer keys are not worth a split
 
 
@@ -48,12 +49,7 @@ def tiles_of(itemsize: int) -> tuple[int, ...]:
 
 
 def keys_of(queries: int, dim: int, itemsize: int) -> int:
-    """Keys of one step of the loop: what the registers hold beside a tile of `queries`."""
+    """Keys of one step of the loop: as many as the registers of every target hold beside a tile of `queries`."""
     if itemsize == 4:
         return min(64, 2048 // dim)
-    return 32 if queries * dim >= 8192 else 64
-
-
-def stages_of(queries: int) -> int:
-    """Steps of the loop whose loads are under way at once. Found by compiling: as deep as no target spills."""
-    return 2 if queries == 32 else 3
+    return 64 if queries == 16 else 32

@@ -18,18 +18,19 @@ from gpu.kernels.attention_cut import (
     QUERY_TILES,
     SPLIT_KEYS,
     SPLITS_MAX,
+    STAGES,
     Cut,
     keys_of,
     scratch_floats,
-    stages_of,
 )
 from gpu.kernels.step_kernels import Extents
 from gpu.kernels.triton_spec import KernelSpec
 
 Array = Any  # torch.Tensor
-SPLIT_STEP = tl.constexpr(64)  # splits begin at multiples of it
+SPLIT_STEP = tl.constexpr(64)  # splits begin at multiples of it; a multiple of every KEYS
 SPLIT_LEAST = tl.constexpr(SPLIT_KEYS)
 ROWS_AT_ONCE = tl.constexpr(128)
+LOWEST = tl.constexpr(-3.4028234e38)  # of float32: a difference from it is no NaN, as one of infinities is
 
 
 @triton.jit
@@ -56,13 +57,14 @@ def _find_row(starts, rows, block, TOKENS: tl.constexpr):  # type: ignore[no-unt
 def _attend(  # type: ignore[no-untyped-def]
     tile, position, k_head, v_head, pages, low, high, scale, SLOT: tl.constexpr, PAGE: tl.constexpr, KEYS: tl.constexpr
 ):
-    """Keys low..high of one row for a tile of queries [N, DIM], which see keys up to position[N].
+    """Keys low..high of one row for a tile of queries [N, DIM], which see keys up to position[N]. No query sees keys
+    from `high` on, or `high - low` is a multiple of KEYS.
 
-    Returns largest score [N] (-inf if no key is seen), sum of weights [N], weighted sum of values [N, DIM]. A slot of
+    Returns largest score [N] (LOWEST if no key is seen), sum of weights [N], weighted sum of values [N, DIM]. A slot of
     the cache has SLOT numbers.
     """
     dim = tl.arange(0, tile.shape[1])
-    top = tl.full((tile.shape[0],), float("-inf"), tl.float32)
+    top = tl.full((tile.shape[0],), LOWEST, tl.float32)
     total = tl.zeros((tile.shape[0],), tl.float32)
     gathered = tl.zeros((tile.shape[0], tile.shape[1]), tl.float32)
     for start in range(low, high, KEYS):
@@ -73,11 +75,10 @@ def _attend(  # type: ignore[no-untyped-def]
         k = tl.load(k_head + slot, mask=there[:, None], other=0.0)
         v = tl.load(v_head + slot, mask=there[:, None], other=0.0)  # never what lies behind the last key: it may be NaN
         scores = tl.dot(tile, tl.trans(k), input_precision="ieee") * scale
-        scores = tl.where(there[None, :] & (key[None, :] <= position[:, None]), scores, float("-inf"))
+        scores = tl.where(key[None, :] <= position[:, None], scores, float("-inf"))
         higher = tl.maximum(top, tl.max(scores, axis=1))
-        shift = tl.where(higher == float("-inf"), 0.0, higher)
-        fade = tl.exp(top - shift)
-        weights = tl.exp(scores - shift[:, None])
+        fade = tl.exp(top - higher)
+        weights = tl.exp(scores - higher[:, None])
         total = total * fade + tl.sum(weights, axis=1)
         gathered = tl.dot(weights.to(v.dtype), v, gathered * fade[:, None], input_precision="ieee")
         top = higher
@@ -235,7 +236,7 @@ class PagedAttention:
             EVEN=cut.row_blocks > 0,
             SPLIT=cut.splits > 1,
             num_warps=4,
-            num_stages=stages_of(cut.queries),
+            num_stages=STAGES,
         )
         if cut.splits > 1:
             combine_kernel[(tokens, self._heads)](
@@ -261,7 +262,7 @@ def _attention_spec(
     }
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 16, "QUERIES": queries}
     cut = {"KEYS": keys_of(queries, dim, 4 if dtype == "fp32" else 2), "EVEN": even, "SPLIT": split}
-    return _spec(attention_kernel, signature, shape | cut, {"num_warps": 4, "num_stages": stages_of(queries)})
+    return _spec(attention_kernel, signature, shape | cut, {"num_warps": 4, "num_stages": STAGES})
 
 
 def _combine_spec(dtype: str, heads: int, dim: int) -> KernelSpec:
