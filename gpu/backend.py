@@ -19,7 +19,7 @@ from gpu.kernels.step_kernels import Array
 from gpu.models.weights import WeightSource, open_weights
 from gpu.step import StepProgram
 from shm.config import ServerConfig
-from shm.records import ResultLayout, StepLayout, StepView
+from shm.records import ResultLayout, StepView
 
 Progress = Any  # Callable[[str], None] | None
 
@@ -89,12 +89,11 @@ def _open_host(
         page_size=config.page_size,
         pages=config.pages,
         pages_per_row=config.pages_per_row,
-        max_tokens=config.max_running + config.prefill_chunk,
+        max_tokens=config.pass_tokens,
         max_seqs=ResultLayout(config).max_rows,
         threads=config.threads,
         progress=progress,
     )
-    kernels = HostStepKernels(StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison)
     device = HostDevice(checks.observer, checks.guard)
     sampler: Any = partial(sample, team=model.team)
-    return device, StepProgram(device, config, model, kernels, sampler, ledger_tokens)
+    return device, StepProgram(device, config, model, HostStepKernels.of(config), sampler, ledger_tokens)

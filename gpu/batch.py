@@ -36,7 +36,7 @@ class Batch:
 
     def __init__(self, device: Device, config: ServerConfig) -> None:
         self.max_rows = ResultLayout(config).max_rows
-        self.max_tokens = config.max_running + config.prefill_chunk
+        self.max_tokens = config.pass_tokens
         rows, tokens = self.max_rows, self.max_tokens
 
         def buffer(shape: tuple[int, ...], dtype: type[np.generic], name: str) -> Buffer:

@@ -1,7 +1,7 @@
 """The CUDA backend: the CUDA device, the model on it, its kernels and its sampler, put together.
 
-Owns what only CUDA needs: scratch memory and the check that there is a GPU. `make_parts` runs on
-CPU tensors as well, where Triton interprets its kernels, so that all of it can be tested without a GPU.
+Owns what only CUDA needs: scratch memory, and the choice of an attention. `make_parts` runs on CPU tensors as well,
+where Triton interprets its kernels, so that all of it can be tested without a GPU.
 """
 
 from functools import partial
@@ -20,7 +20,7 @@ from gpu.kernels.triton_step import TritonStepKernels
 from gpu.models.cuda_llama import CudaLlama, Weights
 from gpu.step import Sampler, StepProgram
 from shm.config import ServerConfig
-from shm.records import ResultLayout, StepLayout
+from shm.records import ResultLayout
 
 
 class Parts(NamedTuple):
@@ -51,7 +51,7 @@ def make_parts(
         page_size=config.page_size,
         pages=config.pages,
         pages_per_row=config.pages_per_row,
-        max_tokens=config.max_running + config.prefill_chunk,
+        max_tokens=config.pass_tokens,
         max_seqs=max_rows,
         device=device,
         progress=progress,
@@ -65,13 +65,10 @@ def make_parts(
         model.attention = choice.attention
         if progress is not None:
             progress(f"attention: {choice.reason}")
-    kernels = TritonStepKernels(
-        StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison
-    )
     words = scratch_words(max_rows, config.model.vocab_size, CHUNK)
     scratch = torch.zeros(words, dtype=torch.int64, device=device)
     sampler: Any = partial(sample, scratch=scratch)
-    return Parts(model, kernels, sampler)
+    return Parts(model, TritonStepKernels.of(config), sampler)
 
 
 def open_cuda(

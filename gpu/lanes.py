@@ -28,6 +28,11 @@ class StepSlot:
     buffer: Buffer
     view: StepView
 
+    @classmethod
+    def on(cls, device: Device, layout: StepLayout, payload: Array, name: str) -> "StepSlot":
+        """The slot in payload i32[layout.nbytes // 4], host memory that the device gets to know by `name`."""
+        return cls(device.pinned(payload, name), layout.view(payload))
+
 
 @dataclass(frozen=True)
 class ResultSlot:
@@ -37,6 +42,14 @@ class ResultSlot:
     view: ResultView
     begin: Timestamp
     end: Timestamp
+
+    @classmethod
+    def on(
+        cls, device: Device, layout: ResultLayout, payload: Array, name: str, number: int | str = ""
+    ) -> "ResultSlot":
+        """The slot in payload i32[layout.nbytes // 4]; `number` tells the times of one slot from those of others."""
+        times = device.timestamp(f"begin{number}"), device.timestamp(f"end{number}")
+        return cls(device.pinned(payload, name), layout.view(payload), *times)
 
     def finish(self, rows: int, step: int) -> None:
         """Write what the device does not know into the header. Raises DeviceError for what it had to say.

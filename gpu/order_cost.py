@@ -52,17 +52,16 @@ class Loop:
         )  # fmt: skip
         self._device = device = HostDevice(observer)
         layout, results, model = StepLayout(config), ResultLayout(config), NoModel()
-        kernels = HostStepKernels(layout, page_size=config.page_size, pages=config.pages, poison=False)
+        kernels = HostStepKernels.of(config)
         ledger = np.zeros((config.rows, config.max_len), np.int32)
         self._program = StepProgram(device, config, model, kernels, model.sample, ledger, early_lengths=early_lengths)
         self._program.capture()
         self._slots: list[tuple[StepSlot, ResultSlot]] = []
         for i in range(STEPS_IN_FLIGHT):
             payload, result = np.zeros(layout.nbytes // 4, np.int32), np.zeros(results.nbytes // 4, np.int32)
-            view, times = layout.view(payload), (device.timestamp(f"begin{i}"), device.timestamp(f"end{i}"))
-            self._describe(view, config, mixed)
-            answer = ResultSlot(device.pinned(result, f"result{i}"), results.view(result), *times)
-            self._slots.append((StepSlot(device.pinned(payload, f"step{i}"), view), answer))
+            slot = StepSlot.on(device, layout, payload, f"step{i}")
+            self._describe(slot.view, config, mixed)
+            self._slots.append((slot, ResultSlot.on(device, results, result, f"result{i}", i)))
         self._running: deque[Completion] = deque()
         self._steps = 0
 

@@ -1,7 +1,8 @@
 """The warm-up: captures the graphs and runs a step of either kind once, before the first request comes.
 
-Owns what a first use costs: compiled kernels and graphs. After it nothing compiles and nothing is captured. The steps
-it runs are as small as can be: kernels are compiled for any size, so a larger step would cost time and bring nothing.
+Owns what a first use costs: compiled kernels and graphs. After it nothing is captured, and on the host nothing
+compiles; on CUDA, attention has variants for larger passes that compile when they first come. The steps it runs are as
+small as can be: on the host kernels are compiled for any size, so a larger step would cost time and bring nothing.
 They belong to padding (entry 0, page 0) and leave nothing behind for a request to see: entry 1, whose tables they
 write, gets its slots and sampling parameters with its first request. Runs once, with nothing else queued.
 """
@@ -23,9 +24,8 @@ class WarmUp:
         payload, result = np.zeros(layout.nbytes // 4, np.int32), np.zeros(results.nbytes // 4, np.int32)
         self._device = device
         self._program = program
-        self._step = StepSlot(device.pinned(payload, "warm-up step"), layout.view(payload))
-        times = device.timestamp("warm-up begin"), device.timestamp("warm-up end")
-        self._result = ResultSlot(device.pinned(result, "warm-up result"), results.view(result), *times)
+        self._step = StepSlot.on(device, layout, payload, "warm-up step")
+        self._result = ResultSlot.on(device, results, result, "warm-up result", " of the warm-up")
 
     def run(self) -> int:
         """Capture, then run. Returns the number of graphs. Raises DeviceError if a step fails."""

@@ -106,16 +106,10 @@ class Executor:
         self._end = Results(steps, results, stats, traces[RESULT_LANE])
         step_layout, result_layout = StepLayout(config), ResultLayout(config)
         self._step_slots = [
-            StepSlot(device.pinned(payload, f"step ring {i}"), step_layout.view(payload))
-            for i, payload in enumerate(steps.ring.payloads)
+            StepSlot.on(device, step_layout, payload, f"step ring {i}") for i, payload in enumerate(steps.ring.payloads)
         ]
         self._result_slots = [
-            ResultSlot(
-                device.pinned(payload, f"result ring {i}"),
-                result_layout.view(payload),
-                device.timestamp(f"begin{i}"),
-                device.timestamp(f"end{i}"),
-            )
+            ResultSlot.on(device, result_layout, payload, f"result ring {i}", i)
             for i, payload in enumerate(results.ring.payloads)
         ]
         self._next = steps.tail  # seq of the next step to launch; the ring's own tail follows as steps end

@@ -169,6 +169,11 @@ class ServerConfig(_Json):
         return self.max_running + 1
 
     @property
+    def pass_tokens(self) -> int:
+        """Most tokens of one pass: every running row decodes, and the prefill chunks are full."""
+        return self.max_running + self.prefill_chunk
+
+    @property
     def pages(self) -> int:
         """Pages of the KV pool; page 0 belongs to padding."""
         return self.kv_tokens // self.page_size + 1

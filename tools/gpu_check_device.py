@@ -15,6 +15,9 @@ from typing import Any
 import numpy as np
 import torch
 
+from gpu.device.guard import LaunchGuard
+from gpu.device.guard_torch import TorchGuard
+from gpu.device.order import OrderChecker
 from gpu.device.protocol import Completion, Device, DeviceError, Stream, Timestamp
 from shm.segment import Segment
 from tools.gpu_check import Options
@@ -45,7 +48,7 @@ def environment(options: Options, figures: Figures) -> None:
     except ImportError:
         figures.add("triton", "not installed")
     figures.add("cpus", os.cpu_count())
-    device = open_device(options.device)
+    device = open_device(options.device, OrderChecker())
     if options.device == "cuda":
         properties = torch.cuda.get_device_properties(0)
         figures.add("device", properties.name)
@@ -59,7 +62,7 @@ def environment(options: Options, figures: Figures) -> None:
 
 def rings(options: Options, figures: Figures) -> None:
     """The device writes into a registered memfd, and another process reads it there."""
-    device = open_device(options.device)
+    device = open_device(options.device, OrderChecker())
     segment = Segment.create("check", 8 * INTS * 4)
     slots = [segment.array("i4", INTS, i * INTS * 4) for i in range(8)]
     pinned = [device.pinned(slot, f"slot{i}") for i, slot in enumerate(slots)]
@@ -95,7 +98,7 @@ def rings(options: Options, figures: Figures) -> None:
 
 def graphs(options: Options, figures: Figures) -> None:
     """A graph with an event in its middle: who waits for it sees the first half, and runs before the second ends."""
-    kind, device = options.device, open_device(options.device)
+    kind, device = options.device, open_device(options.device, OrderChecker())
     forward, other = device.stream("forward"), device.stream("other")
     middle = device.event("middle")
     first, last, seen = (device.buffer((INTS,), np.int32, name) for name in ("first", "last", "seen"))
@@ -147,21 +150,8 @@ def graphs(options: Options, figures: Figures) -> None:
 
 def guard(options: Options, figures: Figures) -> None:
     """What would wait for the device raises in the launch loop, and nowhere else; work that does not wait passes."""
-    from gpu.device.guard import LaunchGuard
-
-    watcher: LaunchGuard
-    device: Any
-    if options.device == "cuda":
-        from gpu.device.cuda import CudaDevice
-        from gpu.device.guard_torch import TorchGuard
-
-        watcher = TorchGuard(cuda=True)
-        device = CudaDevice(guard=watcher)
-    else:
-        from gpu.device.host import HostDevice
-
-        watcher = LaunchGuard()
-        device = HostDevice(guard=watcher)
+    watcher = TorchGuard(cuda=True) if options.device == "cuda" else LaunchGuard()
+    device = open_device(options.device, guard=watcher)
     stream = device.stream("stream")
     memory = device.buffer((INTS,), np.int32, "memory")
     planted: dict[str, Any] = {

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from gpu.device.buffers import signed
 from gpu.kernels import plain, plain_step, triton_rows
 from gpu.kernels.attention_cut import scratch_floats
 from gpu.kernels.cuda_sampling_work import CHUNK, scratch_words
@@ -221,14 +222,14 @@ def compare_step(device: str) -> Iterator[tuple[str, float]]:
     moved = Tables(*(_tensor(array, device) for array in tables))
     moved_rows = Rows(*(_tensor(array, device) for array in rows))
     step, fault = _tensor(payload, device), torch.zeros(1, dtype=torch.int32, device=device)
-    kernels = TritonStepKernels(layout, page_size=config.page_size, pages=config.pages, poison=True)
+    kernels = TritonStepKernels.of(config)
     kernels.write_slots(step, view.n_slot_writes, moved.pages, fault)
     kernels.write_sampling(step, view.n_sampling, moved.real, moved.top_k, moved.seed, fault)
     kernels.gather(step, moved, _tensor(ids, device), moved_rows, shape, fault)
     plain_step.write_sampling(view, plain_tables.real, plain_tables.top_k, plain_tables.seed)
     plain_step.gather(view, plain_tables, ids, rows, shape, config.page_size, poison=True)
     made, wanted = (*moved, *moved_rows), (*plain_tables, *rows)
-    differ = sum(not np.array_equal(a.cpu().numpy(), _signed(b)) for a, b in zip(made, wanted, strict=True))
+    differ = sum(not np.array_equal(a.cpu().numpy(), signed(b)) for a, b in zip(made, wanted, strict=True))
     yield "slot writes, sampling writes, gather", float(differ + int(fault.item() != 0))
     table, entries, values = (_tensor(a, device) for a in (np.zeros(9, np.int32), rows.entries[:3], rows.places[:3]))
     kernels.publish(table, entries, values)
@@ -248,7 +249,7 @@ def _tables(config: ServerConfig, rng: np.random.Generator) -> Tables:
 
 
 def _rows(config: ServerConfig) -> Rows:
-    rows, tokens = config.max_running, config.max_running + config.prefill_chunk
+    rows, tokens = config.max_running, config.pass_tokens
 
     def ints(*shape: int) -> Any:
         return np.full(shape, -7, np.int32)
@@ -261,12 +262,8 @@ def _rows(config: ServerConfig) -> Rows:
     )  # fmt: skip
 
 
-def _signed(array: Any) -> Any:
-    return array.view(np.int64) if array.dtype == np.uint64 else array
-
-
 def _tensor(array: Any, device: str) -> Tensor:
-    return torch.from_numpy(_signed(array).copy()).to(device)
+    return torch.from_numpy(signed(array).copy()).to(device)
 
 
 def kernels(options: Options, figures: Figures) -> None:

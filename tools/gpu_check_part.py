@@ -10,7 +10,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from gpu.device.protocol import Device
+from gpu.device.guard import LaunchGuard
+from gpu.device.protocol import Device, Observer
 from tools.gpu_check import Options
 
 
@@ -33,14 +34,12 @@ def run(parts: dict[str, Callable[[Options, Figures], None]]) -> None:
     parts[name](Options(**json.loads(options)), Figures(Path(path)))
 
 
-def open_device(kind: str) -> Device:
-    """The device that is checked, with the order checker on."""
-    from gpu.device.order import OrderChecker
-
+def open_device(kind: str, observer: Observer | None = None, guard: LaunchGuard | None = None) -> Device:
+    """A fresh device of the kind that is checked."""
     if kind == "cuda":
         from gpu.device.cuda import CudaDevice
 
-        return CudaDevice(OrderChecker())
+        return CudaDevice(observer, guard)
     from gpu.device.host import HostDevice
 
-    return HostDevice(OrderChecker())
+    return HostDevice(observer, guard)

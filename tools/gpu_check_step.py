@@ -21,8 +21,9 @@ from shm.config import ModelInfo, ServerConfig
 from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout
 from tools.gpu_check import Options
 from tools.gpu_check_device import sleep
-from tools.gpu_check_part import Figures, run
-from tools.torch_mill import VOCAB, TorchMill, mill_sample, reference
+from tools.gpu_check_part import Figures, open_device, run
+from tools.mill import VOCAB, reference
+from tools.torch_mill import TorchMill, mill_sample
 
 PROMPTS = {1: [5, 6, 7], 2: [11, 12, 13, 14, 15, 16], 3: [40, 3]}
 SLEEP_S = 0.003
@@ -100,12 +101,12 @@ def run_steps(kind: str, device: Device, slow: str) -> list[list[int]]:
     if kind == "cuda":
         from gpu.kernels.triton_step import TritonStepKernels
 
-        kernels = TritonStepKernels(layout, page_size=config.page_size, pages=config.pages, poison=True)
+        kernels = TritonStepKernels.of(config)
         model, sampler = mill, mill_sample
     else:
         from gpu.kernels.host_step import HostStepKernels
 
-        kernels = HostStepKernels(layout, page_size=config.page_size, pages=config.pages, poison=True)
+        kernels = HostStepKernels.of(config)
         model, sampler = NumpyMill(mill), sample_numpy
     ledger = np.zeros((config.rows, config.max_len), np.int32)
     for entry, prompt in PROMPTS.items():
@@ -115,7 +116,9 @@ def run_steps(kind: str, device: Device, slow: str) -> list[list[int]]:
     tokens: list[list[int]] = []
     for number, (fills, decode, prompts) in enumerate(STEPS):
         payload, answer = np.zeros(layout.nbytes // 4, np.int32), np.zeros(results.nbytes // 4, np.int32)
-        view, result = layout.view(payload), results.view(answer)
+        slot = StepSlot.on(device, layout, payload, f"step{number}")
+        kept = ResultSlot.on(device, results, answer, f"result{number}")
+        view = slot.view
         view.step, view.kind = number, STEP_MIXED if prompts else STEP_DECODE
         view.n_decode, view.n_chunks = len(decode), len(prompts)
         view.decode_entries[: len(decode)] = decode
@@ -128,11 +131,8 @@ def run_steps(kind: str, device: Device, slow: str) -> list[list[int]]:
         for i, row in enumerate(prompts):
             entry = 1 if row == 3 else row
             view.chunks[:5, i] = (entry, row, 0, len(PROMPTS[row]), 1)
-        times = device.timestamp("begin"), device.timestamp("end")
-        slot = StepSlot(device.pinned(payload, f"step{number}"), view)
-        kept = ResultSlot(device.pinned(answer, f"result{number}"), result, *times)
 
-        def complete(result: Any = result) -> None:
+        def complete(result: Any = kept.view) -> None:
             tokens.append(result.tokens[0, : result.n_rows].tolist())
 
         done = program.enqueue(slot, kept, complete)
@@ -143,6 +143,7 @@ def run_steps(kind: str, device: Device, slow: str) -> list[list[int]]:
 
 
 def small_config() -> ServerConfig:
+    """A server of three rows for the mill."""
     model = ModelInfo(
         name="mill", path="/none", format="hf", vocab_size=VOCAB, context_len=64, hidden_size=16, num_layers=1,
         num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=16, rope_theta=1e4, rope_scaling=None,
@@ -154,21 +155,10 @@ def small_config() -> ServerConfig:
     )  # fmt: skip
 
 
-def new_device(kind: str, checker: OrderChecker) -> Device:
-    """A fresh device that `checker` looks on."""
-    if kind == "cuda":
-        from gpu.device.cuda import CudaDevice
-
-        return CudaDevice(checker)
-    from gpu.device.host import HostDevice
-
-    return HostDevice(checker)
-
-
 def attempt(kind: str, edge: Edge | None, slow: str) -> tuple[MutatedDevice, OrderChecker, bool]:
     """One run: the device with the edges it heard of, what the checker found, and whether all tokens were right."""
     checker = OrderChecker(collect=True)
-    device = new_device(kind, checker)
+    device = open_device(kind, checker)
     mutated = MutatedDevice(device, edge)
     try:
         right = run_steps(kind, mutated, slow) == expected()

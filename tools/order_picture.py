@@ -8,7 +8,6 @@ overlap.
 import sys
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 
@@ -16,11 +15,12 @@ from gpu.device.host import HostDevice
 from gpu.device.protocol import Completion, Event, Graph, Regions, Stream
 from gpu.kernels.host_step import HostStepKernels
 from gpu.lanes import ResultSlot, StepSlot
+from gpu.order_cost import NoModel
 from gpu.step import StepProgram
-from shm.config import ModelInfo, ServerConfig
 from shm.records import STEP_DECODE, ResultLayout, StepLayout
+from tools.gpu_check_step import small_config
 
-STEPS, SHOWN = 5, (2, 3)  # steps that run, and those that are drawn: N and N+1
+STEPS, SHOWN = 4, (2, 3)  # steps that run, and those that are drawn: N and N+1
 ROWS = ("host", "schedule", "forward", "copy")
 WIDTHS = {"model": 190}
 BOX, GAP, LEFT, TOP, ROW_HEIGHT, BOX_HEIGHT = 84, 14, 96, 40, 92, 34
@@ -93,51 +93,26 @@ class Recorder:
     def host_access(self, name: str, reads: Regions, writes: Regions) -> None: ...
 
 
-class _Nothing:
-    """A model and a sampler that compute nothing."""
-
-    def __init__(self) -> None:
-        self.k_cache = self.v_cache = np.zeros(16, np.float32)
-
-    def forward(self, *_: Any) -> None: ...
-
-    def sample(self, *_: Any) -> None: ...
-
-
 def record() -> list[Operation]:
     """Run STEPS decode steps, each with a slot write, and return what was queued."""
-    config = _config()
+    config = small_config()
     recorder = Recorder()
     device = HostDevice(recorder)
-    layout, results, model = StepLayout(config), ResultLayout(config), _Nothing()
-    kernels = HostStepKernels(layout, page_size=config.page_size, pages=config.pages, poison=False)
+    layout, results, model = StepLayout(config), ResultLayout(config), NoModel()
+    kernels = HostStepKernels.of(config)
     ledger = np.zeros((config.rows, config.max_len), np.int32)
     program = StepProgram(device, config, model, kernels, model.sample, ledger)
     program.capture()
     for step in range(STEPS):
         recorder.step = step
         payload, result = np.zeros(layout.nbytes // 4, np.int32), np.zeros(results.nbytes // 4, np.int32)
-        view = layout.view(payload)
+        slot = StepSlot.on(device, layout, payload, "step")
+        view = slot.view
         view.kind, view.n_decode, view.n_slot_writes = STEP_DECODE, 1, 1
         view.slot_writes[:, 0] = (1, 0, 1)
-        times = device.timestamp("begin"), device.timestamp("end")
-        slot = StepSlot(device.pinned(payload, "step"), view)
-        answer = ResultSlot(device.pinned(result, "result"), results.view(result), *times)
-        program.enqueue(slot, answer, lambda: None)
+        program.enqueue(slot, ResultSlot.on(device, results, result, "result"), lambda: None)
     device.close()
     return recorder.operations
-
-
-def _config() -> ServerConfig:
-    model = ModelInfo(
-        name="none", path="/none", format="hf", vocab_size=2, context_len=64, hidden_size=16, num_layers=1,
-        num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=16, rope_theta=1e4, rope_scaling=None,
-        rms_eps=1e-5, tie_word_embeddings=True, qk_norm=False, eos_token_ids=(), bos_token_id=None,
-    )  # fmt: skip
-    return ServerConfig(
-        model=model, served_model_name="none", host="none", port=0, max_running=1, max_queued=1, kv_tokens=128,
-        max_len=64, threads=1,
-    )  # fmt: skip
 
 
 def place(operations: list[Operation]) -> None:

@@ -1,40 +1,15 @@
-"""The mill in torch: a model of a few lines whose every token depends on all tokens before it, through the page table.
+"""The mill in torch, through the page table: one wrong page, position, length or token changes everything behind it.
 
-Owns a model, a sampler and their reference in plain Python, for checks of the step program on any device that torch
-knows. Each slot of its cache holds a hash of token and position; the next token is a hash of the slots of all positions
-so far, so that one wrong page, position, length or token changes everything behind it. Nothing in a pass depends on
-values that only the device knows: it can be captured.
+Owns the model and its sampler, for checks of the step program on any device that torch knows. Nothing in a pass depends
+on values that only the device knows: it can be captured.
 """
 
-from collections.abc import Iterable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-VOCAB = 101
-PRIME, MASK = 1000003, 2147483647
-
-
-def slot_value(token: Any, position: Any) -> tuple[Any, Any]:
-    """What the two caches hold for a token at a position: ints, or i64 tensors of one shape."""
-    return (token * 7919 + 12345) % PRIME, (position * 104729 + token) % PRIME
-
-
-def next_token(values: Iterable[tuple[int, int]]) -> int:
-    """The greedy token behind a sequence of slot values."""
-    total = 0
-    for i, (k, v) in enumerate(values):
-        total = (total * 31 + k * 7 + v + i) % MASK
-    return total % VOCAB
-
-
-def reference(prompt: list[int], n: int) -> list[int]:
-    """The n greedy tokens after `prompt`, without pages, steps or streams."""
-    tokens = list(prompt)
-    for _ in range(n):
-        tokens.append(next_token([slot_value(t, p) for p, t in enumerate(tokens)]))
-    return tokens[len(prompt) :]
+from tools.mill import MASK, VOCAB, slot_value
 
 
 class TorchMill:

@@ -25,7 +25,7 @@ from gpu.device.adversary_parts import (
     Node,
 )
 from gpu.device.adversary_queues import HostCall, Operation, Queues
-from gpu.device.buffers import ArrayBuffer
+from gpu.device.buffers import ArrayBuffer, signed
 from gpu.device.guard import LaunchGuard
 from gpu.device.policies import Lazy, Policy
 from gpu.device.protocol import DeviceError, Observer, Regions
@@ -99,7 +99,7 @@ class AdversaryDevice:
             return array
         import torch
 
-        return torch.from_numpy(array.view(np.int64) if array.dtype == np.uint64 else array)
+        return torch.from_numpy(signed(array))
 
     # ------------------------------------------------------------------ operations
 

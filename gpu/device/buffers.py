@@ -5,6 +5,8 @@ Owns the arithmetic from rows to bytes and nothing else; which memory an array l
 
 from typing import Any
 
+import numpy as np
+
 from gpu.device.protocol import Region
 
 
@@ -28,3 +30,8 @@ class ArrayBuffer:
         """Rows [lo, hi) of the first axis."""
         assert 0 <= lo <= hi <= self._rows, (self.name, lo, hi)
         return Region(self, lo * self._row_bytes, hi * self._row_bytes)
+
+
+def signed(array: Any) -> Any:
+    """The same bits of a numpy array in a type that torch computes with: uint64 as int64."""
+    return array.view(np.int64) if array.dtype == np.uint64 else array

@@ -14,7 +14,7 @@ then. Every stream waits for that before its next operation, by an event that `b
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
-from threading import Lock, get_ident
+from threading import get_ident
 from typing import Any
 
 import numpy as np
@@ -22,18 +22,19 @@ import torch
 from numpy.typing import DTypeLike, NDArray
 
 from gpu.device import protocol
-from gpu.device.buffers import ArrayBuffer
+from gpu.device.buffers import ArrayBuffer, signed
 from gpu.device.cuda_api import CudaApi, torch_cuda
 from gpu.device.cuda_parts import CudaEvent, CudaGraph, CudaStream, CudaTimestamp, Node
 from gpu.device.cuda_pinned import PinnedMemory
 from gpu.device.cuda_watcher import CudaCompletion, Watcher
 from gpu.device.guard import LaunchGuard
 from gpu.device.protocol import DeviceError, Observer, Regions
+from gpu.device.sticky import StickyDevice
 
 _DRAWS_MAX = 256  # torch has 32 streams and hands them out in turn, to others as well
 
 
-class CudaDevice:
+class CudaDevice(StickyDevice):
     """Streams, events, graphs and memory on the current GPU, see `protocol.Device`.
 
     `observer` hears of all that is queued. `guard`: see `guard_torch`. `api`: stands in for torch.cuda in tests.
@@ -45,20 +46,15 @@ class CudaDevice:
     def __init__(
         self, observer: Observer | None = None, guard: LaunchGuard | None = None, *, api: CudaApi | None = None
     ) -> None:
+        super().__init__(observer, guard)
         self.api = torch_cuda() if api is None else api
-        self.observer = observer
-        self.failed = False
         self.capturing: CudaGraph | None = None
-        self._guard = guard
-        self._error: tuple[str, BaseException] | None = None
-        self._error_lock = Lock()
         self._thread = get_ident()
         self._streams: list[CudaStream] = []
         self._current: CudaStream | None = None  # what this device has set last
         self._fresh: Any = None  # event behind all that was queued on memory before it was handed out
         self._memory: list[Any] = []  # lives as long as the device: what is queued may still need it
         self._pinned = PinnedMemory(self.api.runtime)
-        self._closed = False
         self.watcher = Watcher(self)
 
     # ------------------------------------------------------------------ streams, events, graphs
@@ -112,14 +108,14 @@ class CudaDevice:
     def buffer(self, shape: Sequence[int], dtype: DTypeLike, name: str) -> ArrayBuffer:
         """Zeroed memory of `shape` and `dtype`; a tensor, of int64 where uint64 is asked for."""
         self._outside_capture("buffer", name)
-        kind = torch.from_numpy(_signed(np.empty(0, dtype))).dtype
+        kind = torch.from_numpy(signed(np.empty(0, dtype))).dtype
         return self._handed_out(self.api.zeros(tuple(shape), kind), name)
 
     def pinned(self, array: NDArray[Any], name: str) -> ArrayBuffer:
         """Registers the memory that C-contiguous `array` lies in; the buffer is a tensor on the same memory."""
         self._outside_capture("pinned memory", name)
         self._pinned.register(array, name)
-        tensor = torch.from_numpy(_signed(array))
+        tensor = torch.from_numpy(signed(array))
         return ArrayBuffer(name, tensor if self._guard is None else self._guard.pin(tensor))
 
     def adopt(self, array: Any, name: str) -> ArrayBuffer:
@@ -164,11 +160,6 @@ class CudaDevice:
         self.watcher.put(completion)
         return completion
 
-    def host_access(self, *, reads: Regions, writes: Regions, name: str) -> None:
-        """Declare what the calling thread does with pinned memory, or knows that another process did."""
-        if self.observer is not None:
-            self.observer.host_access(name, reads, writes)
-
     def issue(self, stream: CudaStream, name: str, fn: Callable[..., None], *args: Any) -> None:
         """Call what queues something, with `stream` current. Whatever it raises becomes a DeviceError that sticks."""
         try:
@@ -197,35 +188,12 @@ class CudaDevice:
         assert isinstance(stream, CudaStream) and stream.device is self, stream
         return stream
 
-    def waits(self, what: str) -> None:
-        """On the way of every call that waits."""
-        self.check()
-        if self._guard is not None:
-            self._guard.refuse(what)
-
     def block(self, name: str, fn: Callable[[], Any]) -> Any:
         """Call what waits for the GPU, or asks it. Whatever it raises becomes a DeviceError that sticks."""
         try:
             return fn()
         except Exception as error:
             raise self.fail(name, "waiting", error) from error
-
-    def fail(self, stream: str, name: str, error: BaseException) -> DeviceError:
-        """Make the first error stick. Returns what to raise for this one."""
-        message = f"{name} on stream {stream}: {type(error).__name__}: {error}"
-        with self._error_lock:
-            if self._error is None:
-                self._error = (message, error)
-            self.failed = True
-        return DeviceError(message)
-
-    def check(self) -> None:
-        """Raise the sticky DeviceError, if there is one."""
-        if self._closed:
-            raise DeviceError("the device is closed")
-        if self._error is not None:
-            message, cause = self._error
-            raise DeviceError(message) from cause
 
     def synchronize(self) -> None:
         """Block the caller until every stream has run out of work. Raises DeviceError."""
@@ -251,8 +219,3 @@ class CudaDevice:
         self.check()
         if self.capturing is not None:
             raise DeviceError(f"{what} {name} cannot be made during a capture")
-
-
-def _signed(array: NDArray[Any]) -> NDArray[Any]:
-    """The same bits in a type that torch computes with."""
-    return array.view(np.int64) if array.dtype == np.uint64 else array

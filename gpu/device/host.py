@@ -24,6 +24,7 @@ from gpu.device import protocol
 from gpu.device.buffers import ArrayBuffer
 from gpu.device.guard import LaunchGuard
 from gpu.device.protocol import DeviceError, Observer, Region, Regions
+from gpu.device.sticky import StickyDevice
 
 _JOIN_SECONDS_MAX = 60.0
 
@@ -113,7 +114,7 @@ class HostStream:
             try:
                 work.run()
             except BaseException as error:  # noqa: BLE001 - nothing is swallowed: it becomes the device's sticky error
-                device.fail(self, work.name, error)
+                device.fail(self.name, work.name, error)
 
 
 class HostEvent:
@@ -248,7 +249,7 @@ class HostGraph:
             try:
                 run()
             except BaseException as error:  # noqa: BLE001 - becomes the device's sticky error; later events must still be set
-                device.fail(stream, name, error)
+                device.fail(stream.name, name, error)
 
     def _report(self, stream: HostStream, observer: Observer) -> None:
         observer.graph_launch(stream, self)
@@ -262,7 +263,7 @@ class HostGraph:
         observer.graph_end(stream, self)
 
 
-class HostDevice:
+class HostDevice(StickyDevice):
     """Streams, events, graphs and memory on a CPU, see `protocol.Device`. `observer` hears of all that is queued.
 
     guard: closes the memory to the launch loop, and refuses calls of it that wait; see `guard`.
@@ -271,13 +272,8 @@ class HostDevice:
     warms_before_capture = False  # what a graph runs was compiled before, whatever its size
 
     def __init__(self, observer: Observer | None = None, guard: LaunchGuard | None = None) -> None:
-        self.observer = observer
-        self._guard = guard
-        self.failed = False
-        self._error: tuple[str, BaseException] | None = None
-        self._error_lock = allocate_lock()
+        super().__init__(observer, guard)
         self._streams: list[HostStream] = []
-        self._closed = False
 
     def stream(self, name: str) -> HostStream:
         """A new stream with a thread of its own."""
@@ -309,12 +305,6 @@ class HostDevice:
     def _watched(self, name: str, array: NDArray[Any]) -> ArrayBuffer:
         return ArrayBuffer(name, array if self._guard is None else self._guard.watch(array))
 
-    def waits(self, what: str) -> None:
-        """On the way of every call that waits."""
-        self.check()
-        if self._guard is not None:
-            self._guard.refuse(what)
-
     def launch(
         self, stream: protocol.Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str
     ) -> None:
@@ -340,11 +330,6 @@ class HostDevice:
         target.put(completion.run, name=name)
         return completion
 
-    def host_access(self, *, reads: Regions, writes: Regions, name: str) -> None:
-        """Declare what the calling thread does with pinned memory, or knows that another process did."""
-        if self.observer is not None:
-            self.observer.host_access(name, reads, writes)
-
     @contextmanager
     def capture(self, stream: protocol.Stream) -> Iterator[HostGraph]:
         """Operations issued to `stream` inside the block become the graph that the block yields."""
@@ -363,21 +348,6 @@ class HostDevice:
             self.check()
         assert isinstance(stream, HostStream) and stream.device is self, stream
         return stream
-
-    def fail(self, stream: HostStream, name: str, error: BaseException) -> None:
-        """Make the first error stick."""
-        with self._error_lock:
-            if self._error is None:
-                self._error = (f"{name} on stream {stream.name}: {type(error).__name__}: {error}", error)
-            self.failed = True
-
-    def check(self) -> None:
-        """Raise the sticky DeviceError, if there is one."""
-        if self._closed:
-            raise DeviceError("the device is closed")
-        if self._error is not None:
-            message, cause = self._error
-            raise DeviceError(message) from cause
 
     def synchronize(self) -> None:
         """Block the caller until every stream has run out of work. Raises DeviceError."""

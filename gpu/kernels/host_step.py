@@ -21,13 +21,14 @@ from gpu.kernels.step_kernels import (
     NOT_FILLED,
     NOT_PUBLISHED,
     OK,
+    Configured,
     PassShape,
     Rows,
     Tables,
     explain,
 )
 from shm import records
-from shm.records import StepLayout, StepView
+from shm.records import StepView
 
 # Planes of a step descriptor. Spelt out here, because compiled kernels outlive a change in another file.
 CHUNK_ENTRY, CHUNK_ROW, CHUNK_START, CHUNK_COUNT, CHUNK_LAST = range(5)
@@ -181,15 +182,8 @@ def gather_chunks(
     return OK
 
 
-class HostStepKernels:
+class HostStepKernels(Configured):
     """The kernels above behind the contract of `step_kernels.StepKernels`. Arrays are numpy; a fault raises."""
-
-    def __init__(self, layout: StepLayout, *, page_size: int, pages: int, poison: bool) -> None:
-        """pages: of the KV cache, page 0 included. poison: mark relay entries that hold nothing to read."""
-        self._layout = layout
-        self._page_size = page_size
-        self._pages = pages
-        self._poison = poison
 
     def view(self, descriptor: NDArray[np.int32]) -> StepView:
         """The sections of a descriptor."""

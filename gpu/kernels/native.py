@@ -36,7 +36,7 @@ FOLDER = "stepahead-kernels"
 MARKER = ".stepahead-kernels"  # in each folder of ours; its time is when the folder was last used
 UNUSED_DAYS_MAX = 30
 SOURCES = ("kernels", "models")
-NOT_NATIVE = ("triton_", "cuda_", "plain", "flashinfer_", "attention_contract")  # beginnings of names
+NOT_NATIVE = ("triton_", "cuda_", "plain", "flashinfer_", "attention_contract", "attention_cut")  # beginnings of names
 
 
 def cache_root() -> Path:

@@ -6,11 +6,12 @@ it queues the operation on the current stream and returns. Never holds memory of
 """
 
 from dataclasses import dataclass
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, Self
 
 import numpy as np
 
-from shm.records import CHUNK_COUNT, CHUNK_LAST, StepView
+from shm.config import ServerConfig
+from shm.records import CHUNK_COUNT, CHUNK_LAST, StepLayout, StepView
 
 Array = Any  # numpy.ndarray or torch.Tensor
 
@@ -101,6 +102,22 @@ class PassShape:
     def rows(self) -> int:
         """Sequences that take part."""
         return self.decode + self.chunks
+
+
+class Configured:
+    """Kernels that are made from a layout and three figures of the configuration, all of which it knows."""
+
+    def __init__(self, layout: StepLayout, *, page_size: int, pages: int, poison: bool) -> None:
+        """pages: of the KV cache, page 0 included. poison: mark relay entries that hold nothing to read."""
+        self._layout = layout
+        self._page_size = page_size
+        self._pages = pages
+        self._poison = poison
+
+    @classmethod
+    def of(cls, config: ServerConfig) -> Self:
+        """The kernels of a server."""
+        return cls(StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison)
 
 
 class StepKernels(Protocol):

@@ -14,7 +14,7 @@ import triton.language as tl
 
 from gpu.device.protocol import DeviceError
 from gpu.kernels import step_kernels
-from gpu.kernels.step_kernels import BAD_SOURCE, FAULT_BITS, Array, PassShape, Rows, Tables, explain
+from gpu.kernels.step_kernels import BAD_SOURCE, FAULT_BITS, Array, Configured, PassShape, Rows, Tables, explain
 from gpu.kernels.triton_gather import WARPS, TritonGather, _report, spec_layouts, specify
 from gpu.kernels.triton_spec import KernelSpec
 from shm import records
@@ -100,13 +100,12 @@ def scatter_kernel(table, entries, values, count, ENTRIES: tl.constexpr, BLOCK: 
         tl.store(table + entry, tl.load(values + i, mask=i < count, other=0), mask=(i < count) & exists)
 
 
-class TritonStepKernels:
+class TritonStepKernels(Configured):
     """The kernels behind the contract of `step_kernels.StepKernels`. Arrays are tensors; seeds are i64."""
 
     def __init__(self, layout: StepLayout, *, page_size: int, pages: int, poison: bool) -> None:
-        """pages: of the KV cache, page 0 included. poison: mark relay entries that hold nothing to read."""
-        self._layout = layout
-        self._pages = pages
+        """See `Configured`."""
+        super().__init__(layout, page_size=page_size, pages=pages, poison=poison)
         self._gather = TritonGather(layout, page_size=page_size, poison=poison)
 
     def view(self, descriptor: Array) -> Array:

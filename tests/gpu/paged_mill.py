@@ -4,7 +4,6 @@ Each slot of its cache holds a hash of token and position; the next token is a h
 far. A single wrong page, position, length or token changes everything that comes after it.
 """
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,19 +15,7 @@ from gpu.lanes import ResultSlot, StepSlot
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
 from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout
-
-VOCAB = 101
-
-
-def slot_value(token: int, position: int) -> tuple[int, int]:
-    return (token * 7919 + 12345) % 1000003, (position * 104729 + token) % 1000003
-
-
-def next_token(values: Iterable[tuple[int, int]]) -> int:
-    total = 0
-    for i, (k, v) in enumerate(values):
-        total = (total * 31 + int(k) * 7 + int(v) + i) % 2147483647
-    return total % VOCAB
+from tools.mill import VOCAB, next_token, slot_value
 
 
 def choose(best: int, temperature: float, seed: int, position: int) -> int:
@@ -132,9 +119,7 @@ class Bench:
         self.device = device
         self.model = PagedMill(config.pages, config.page_size)
         self.ledger = np.zeros((config.rows, config.max_len), np.int32)
-        kernels = HostStepKernels(
-            StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison
-        )
+        kernels = HostStepKernels.of(config)
         self.program = StepProgram(device, config, self.model, kernels, mill_sample, self.ledger, **options)
         self.program.capture()
         self.completed: list[Issued] = []
@@ -173,8 +158,7 @@ class Bench:
 
     def enqueue(self, slot: StepSlot) -> Issued:
         payload = np.zeros(self._result_layout.nbytes // 4, np.int32)
-        times = self.device.timestamp("begin"), self.device.timestamp("end")
-        result = ResultSlot(self.device.pinned(payload, "result slot"), self._result_layout.view(payload), *times)
+        result = ResultSlot.on(self.device, self._result_layout, payload, "result slot")
         issued = Issued(slot, result)
 
         def complete() -> None:

@@ -38,7 +38,7 @@ class TorchBench(Bench):
         self.device = device
         self._layout, self._result_layout = StepLayout(config), ResultLayout(config)
         self.ledger = np.zeros((config.rows, config.max_len), np.int32)
-        kernels = TritonStepKernels(self._layout, page_size=config.page_size, pages=config.pages, poison=True)
+        kernels = TritonStepKernels.of(config)
         model: Any = TorchMill(config.pages, config.page_size, config.max_len, "cpu")
         self.program = StepProgram(device, config, model, kernels, mill_sample, self.ledger)
         self.program.capture()

@@ -65,9 +65,7 @@ class Rig:
         guard, checker = LaunchGuard(), OrderChecker()
         self.device = HostDevice(checker, guard)
         model = PagedMill(self.config.pages, self.config.page_size)
-        kernels = HostStepKernels(
-            StepLayout(self.config), page_size=self.config.page_size, pages=self.config.pages, poison=False
-        )
+        kernels = HostStepKernels.of(self.config)
         self.program = StepProgram(self.device, self.config, model, kernels, mill_sample, self.ledger)
         WarmUp(self.device, self.config, self.program).run()
         self.executor = Executor(

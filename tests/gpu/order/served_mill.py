@@ -55,9 +55,7 @@ class ServedMill:
         self.stats = Stats(Segment.create("stats", Stats.size()))
         self.rows = Rows(config, self.ledger, self.stats.writer("scheduler"))
         self.steps = Steps(self.rows)
-        kernels = HostStepKernels(
-            StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison
-        )
+        kernels = HostStepKernels.of(config)
         model = PagedMill(config.pages, config.page_size)
         self.program = StepProgram(device, config, model, kernels, mill_sample, self.ledger.tokens, **options)
         self.program.capture()
@@ -65,9 +63,8 @@ class ServedMill:
         self.step_slots, self.result_slots = [], []
         for i in range(slots):
             payload, result = np.full(layout.nbytes // 4, -99, np.int32), np.full(results.nbytes // 4, -99, np.int32)
-            times = device.timestamp(f"begin{i}"), device.timestamp(f"end{i}")
-            self.step_slots.append(StepSlot(device.pinned(payload, f"step{i}"), layout.view(payload)))
-            self.result_slots.append(ResultSlot(device.pinned(result, f"result{i}"), results.view(result), *times))
+            self.step_slots.append(StepSlot.on(device, layout, payload, f"step{i}"))
+            self.result_slots.append(ResultSlot.on(device, results, result, f"result{i}", i))
         self.running: deque[tuple[Completion, ResultSlot]] = deque()
         self.step = 0
         self.to_arrive = deque(sorted(asked, key=lambda request: request.arrival))

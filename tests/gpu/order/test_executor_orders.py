@@ -59,9 +59,7 @@ class Stages:
         stats, trace = Stats(Segment.create("stats", Stats.size())), Trace(Segment.create("trace", Trace.size()))
         self.rows = Rows(config, self.ledger, stats.writer("scheduler"))
         self.steps = Steps(self.rows)
-        kernels = HostStepKernels(
-            StepLayout(config), page_size=config.page_size, pages=config.pages, poison=config.poison
-        )
+        kernels = HostStepKernels.of(config)
         model = PagedMill(config.pages, config.page_size)
         self.program = StepProgram(device, config, model, kernels, mill_sample, self.ledger.tokens)
         self.program.capture()
