@@ -281,7 +281,7 @@ def kernels(options: Options, figures: Figures) -> None:
         for dtype in dtypes:
             for name, found in compare_model(sizes, Made(device, dtype)):
                 check(f"{name}, {sizes.name}, {str(dtype).removeprefix('torch.')}", found, TOLERANCE[dtype])
-    for name, found in compare_sampling(device, 20000 if device == "cuda" else 24):
+    for name, found in compare_sampling(device, 20000 if device == "cuda" else 8):
         check(name, found, 0 if "greedy" in name else 1)
     for name, found in compare_step(device):
         check(name, found, 0)

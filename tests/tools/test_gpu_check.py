@@ -35,18 +35,6 @@ def test_a_part_passes_on_the_host_device(part: str, tmp_path: Path) -> None:
     assert report["status"] == 0
 
 
-@pytest.mark.model
-def test_the_greedy_file_and_the_speed_of_the_model(tmp_path: Path) -> None:
-    from procs.model_files import resolve_model
-
-    model = str(resolve_model("smollm2-135m-instruct"))
-    report = check(tmp_path, "--part", "greedy", "--part", "speed", "--model", model, "--lines", "2")
-    greedy, speed = report["parts"]
-    assert greedy["status"] == speed["status"] == "passed", report
-    assert greedy["figures"]["overlap: equal ids"] == greedy["figures"]["no overlap: equal ids"]
-    assert speed["figures"]["1 at once, overlap"]["tokens_per_s"] > 0
-
-
 def test_a_part_that_needs_a_model_is_skipped_without_one(tmp_path: Path) -> None:
     report = check(tmp_path, "--part", "greedy")
     assert report["parts"][0]["status"] == "skipped"
