@@ -60,8 +60,7 @@ def make_parts(
         info, kind = config.model, model.k_cache.dtype
         heads = (info.num_heads, info.num_kv_heads, info.head_dim)
         shape = Shape(*heads, config.page_size, config.pages_per_row, kind, model.k_cache.device)
-        # Lengths stay on the device: what has to plan with them on the CPU is no choice here.
-        choice = choose(model.attention, shape, capability, host_lengths=False)
+        choice = choose(model.attention, shape, capability, host_lengths=True)  # see PassPlans
         model.attention = choice.attention
         if progress is not None:
             progress(f"attention: {choice.reason}")
@@ -82,5 +81,10 @@ def open_cuda(
     """Open the GPU and make the program. Raises DeviceError if there is none; see also `make_parts`."""
     device = CudaDevice(observer, guard=guard)  # first: without a GPU this is the clearest error
     parts = make_parts(config, weights, progress, "cuda", torch.cuda.get_device_capability())
-    program = StepProgram(device, config, parts.model, parts.kernels, parts.sampler, ledger_tokens)
+    if progress is not None:
+        progress("compiling kernels")
+    parts.model.warm()
+    attention = parts.model.attention
+    plan = attention.plan if attention.needs_host_lengths else None
+    program = StepProgram(device, config, parts.model, parts.kernels, parts.sampler, ledger_tokens, plan=plan)
     return device, program

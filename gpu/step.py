@@ -2,8 +2,8 @@
 
     schedule  wait fence(N-1) -> descriptor to the device -> slot and sampling writes -> staged
     forward   wait staged -> begin -> gather -> fence(N) -> model -> sample -> publish lengths -> stash tokens -> end
-              -> done
-    lengths   wait published -> early copy of the lengths; only for models that need them on the CPU
+              -> done; for attention that is planned on the CPU, a plan stands behind begin
+    lengths   wait published -> early copy of the lengths; only for programs that want them on the CPU
     copy      wait done -> result to pinned memory -> complete (head, release) -> left
 
 Owns the streams, what lives on the device, and the order of all that touches it. What the next step needs of this one
@@ -25,6 +25,7 @@ from gpu.fence import Fence
 from gpu.graphs import DecodeGraphs, GraphKey
 from gpu.kernels.step_kernels import Array, Extents, PassShape, StepKernels
 from gpu.lanes import LANES, Lane, ResultSlot, StepSlot, make_lanes
+from gpu.pass_plans import PassPlans, Plan
 from gpu.relay import Relay
 from gpu.sampling_table import SamplingTable
 from gpu.slots import SlotTable
@@ -71,8 +72,12 @@ class StepProgram:
         ledger_tokens: Array,
         *,
         early_lengths: bool = False,
+        plan: Plan | None = None,
     ) -> None:
-        """ledger_tokens: plane i32[rows, max_len] of the ledger. early_lengths: copy lengths out before a step ends."""
+        """ledger_tokens: plane i32[rows, max_len] of the ledger. early_lengths: copy lengths out before a step ends.
+
+        plan: called before every pass with its lengths, for a model that needs them on the CPU.
+        """
         self._device = device
         self._model = model
         self.kernels = kernels
@@ -93,6 +98,9 @@ class StepProgram:
         self.copy = device.stream("copy")
         assert len({id(stream) for stream in (self.schedule, self.forward, self.copy)}) == 3, "streams are secretly one"
         self.early_lengths = EarlyLengths(device, kernels, self.batch.max_rows) if early_lengths else None
+        self.plans = None if plan is None else PassPlans(device, plan, config.entries)
+        planned: Regions = () if self.plans is None else self.plans.regions
+        self._model_reads: Regions = (*self.batch.model_inputs, *self._kv, *planned)
         self.graphs = DecodeGraphs(device, self.forward, config.max_running, LANES)
         self.steps_launched = 0
 
@@ -101,10 +109,12 @@ class StepProgram:
 
         On a device that asks for it, each shape runs once before: as padding, which leaves nothing behind.
         """
-        if self._device.warms_before_capture:
-            for rows in self.graphs.sizes:
+        for rows in self.graphs.sizes:
+            if self.plans is not None:
+                self.plans.prepare(self.forward, rows)
+            if self._device.warms_before_capture:
                 self._issue(self.lanes[0], PassShape.of_decode(rows))
-            self._device.synchronize()
+        self._device.synchronize()
         return self.graphs.capture(self._issue_captured)
 
     def enqueue(self, step: StepSlot, result: ResultSlot, complete: Callable[[], None]) -> Completion:
@@ -125,16 +135,25 @@ class StepProgram:
         result.begin.record(self.forward)
         if step.view.kind == STEP_DECODE:
             assert shape.chunks == 0, "a decode step has no chunks"
-            self.graphs.launch(self.graphs.key(shape.decode, lane.index))
+            key = self.graphs.key(shape.decode, lane.index)
+            self._queue_plan(lane, step, key.rows)
+            self.graphs.launch(key)
         else:
+            self._queue_plan(lane, step, shape.rows)
             self._issue(lane, shape)
         result.end.record(self.forward)
         lane.done.record(self.forward)  # SYNC step-done
         if self.early_lengths is not None:
             self.early_lengths.queue(lane)
         completion = self._deliver(lane, step.view.step, result, shape.samples, complete)
+        if self.plans is not None:
+            self.plans.queued(lane, completion)
         self.steps_launched += 1
         return completion
+
+    def _queue_plan(self, lane: Lane, step: StepSlot, rows: int) -> None:
+        if self.plans is not None:
+            self.plans.queue(self.forward, lane, step.view, rows)
 
     def _stage(self, lane: Lane, step: StepSlot) -> None:
         """Schedule stream: bring the step's descriptor to the device and the shared tables up to date."""
@@ -185,7 +204,7 @@ class StepProgram:
             "model",
             self._model.forward,
             *arrays.model,
-            reads=(*batch.model_inputs, *self._kv),
+            reads=self._model_reads,
             writes=(*self._kv, batch.logits.region()),
         )
         if shape.samples:

@@ -1,10 +1,10 @@
 """The warm-up: captures the graphs and runs a step of either kind once, before the first request comes.
 
-Owns what a first use costs: compiled kernels and graphs. After it nothing is captured, and on the host nothing
-compiles; on CUDA, attention has variants for larger passes that compile when they first come. The steps it runs are as
-small as can be: on the host kernels are compiled for any size, so a larger step would cost time and bring nothing.
-They belong to padding (entry 0, page 0) and leave nothing behind for a request to see: entry 1, whose tables they
-write, gets its slots and sampling parameters with its first request. Runs once, with nothing else queued.
+Owns what a first use costs: compiled kernels and graphs. After it nothing is captured and nothing compiles. The steps
+it runs are as small as can be: kernels are compiled for any size (where sizes matter, `CudaLlama.warm` has seen to
+them), so a larger step would cost time and bring nothing. They belong to padding (entry 0, page 0) and leave nothing
+behind for a request to see: entry 1, whose tables they write, gets its slots and sampling parameters with its first
+request. Runs once, with nothing else queued.
 """
 
 import numpy as np

@@ -1,8 +1,8 @@
 """The contract of paged attention on CUDA, which Triton and FlashInfer implement alike.
 
-Owns the protocol alone. Callers treat every implementation the same way: `plan` before a pass is launched or replayed,
-`begin` once and `run` once a layer inside of the pass. It never says how lengths are used: `needs_host_lengths` alone
-tells whether they have to be known on the CPU.
+Owns the protocol alone. Callers treat every implementation the same way: `warm` once, `plan` before a pass is launched
+or replayed, `begin` once and `run` once a layer inside of the pass. It never says how lengths are used:
+`needs_host_lengths` alone tells whether they have to be known on the CPU.
 """
 
 from typing import Any, Protocol
@@ -30,8 +30,25 @@ class Attention(Protocol):
 
         Called on the launching thread, with the stream of the pass current, never inside of a capture, and again
         before every replay. lengths i32[live rows]: tokens of each row in the cache once the pass has run; rows behind
-        them are padding. None is enough unless `needs_host_lengths`, and for a pass with more tokens a row. Never
-        waits for the device. Raises ValueError where lengths are needed and missing, or impossible.
+        them are padding. None: the pass may have more tokens a row, and is done by kernels that need no plan. Only
+        where `needs_host_lengths` says so must it be called at all. Never waits for the device. Raises ValueError for
+        lengths that no row can have.
+        """
+
+    def warm(
+        self,
+        q: Array,
+        k_layer: Array,
+        v_layer: Array,
+        page_rows: Array,
+        seqs: Array,
+        positions: Array,
+        extents: Extents,
+        out: Array,
+    ) -> None:
+        """Compile and load what passes that are never captured can need, whatever their shape, and compute nothing.
+
+        Takes the arguments of any pass, see `run`: what matters is where they lie, their types, and the row length.
         """
 
     def begin(self, page_rows: Array, extents: Extents) -> None:

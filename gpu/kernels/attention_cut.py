@@ -36,6 +36,12 @@ class Cut(NamedTuple):
         return cls(queries, blocks, row_blocks, 1 << max(0, splits.bit_length() - 1))
 
 
+def variants(context: int, itemsize: int) -> list[Cut]:
+    """One cut of no programs for each variant of the kernels that passes over rows of up to `context` keys need."""
+    splits = (1, 2) if context > SPLIT_KEYS else (1,)
+    return [Cut(queries, 0, even, split) for queries in tiles_of(itemsize) for even in (0, 1) for split in splits]
+
+
 def scratch_floats(dim: int) -> int:
     """Working memory of a PagedAttention in float32, whatever the pass: splits are made only of few programs."""
     return PROGRAMS * QUERY_TILES[-1] * (dim + 2)

@@ -10,7 +10,9 @@ import importlib.util
 import math
 import os
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +23,12 @@ from numpy.typing import NDArray
 from gpu.kernels.attention_contract import Array, Attention
 from gpu.kernels.step_kernels import Extents
 from gpu.kernels.triton_pages import join_pages
+from shm.limits import STEPS_IN_FLIGHT
 
 WORKSPACE_BYTES = 128 << 20  # FlashInfer's recommendation
 PLAN_BYTES = 8 << 20  # of one plan, FlashInfer's own default
-PLANS = 2  # a pass is planned with the lengths of the one before: by then the plan before that has been copied
+PLANS = STEPS_IN_FLIGHT + 1  # a plan's memory is used again only once the step that it was made for is known to be over
+TOLERANCE = 0.03  # between two ways to compute attention in bfloat16, of numbers around 1
 HEAD_DIMS = (64, 128, 256)
 DEVICE_LENGTH_GPUS = (9, 10, 12)  # major compute capabilities
 DEVICE_LENGTH_PAGES = (16, 32, 64, 128)
@@ -75,6 +79,10 @@ class DeviceLengths:
 
     def plan(self, lengths: NDArray[np.int32] | None, rows: int) -> None:
         """Nothing: lengths are read on the device."""
+
+    def warm(self, *arrays: Any) -> None:
+        """What the own attention needs: passes of one token a row run once before they are captured."""
+        self._own.warm(*arrays)
 
     def begin(self, page_rows: Array, extents: Extents) -> None:
         """What the own attention needs, for a pass that it does."""
@@ -157,6 +165,7 @@ class PlannedDecode:
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
         self._plan = torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=shape.device)
         self._plans: dict[int, _Plans] = {}
+        self._planned = False  # the next pass
 
     @staticmethod
     def unsupported(shape: Shape, capability: tuple[int, int]) -> str:
@@ -169,8 +178,9 @@ class PlannedDecode:
 
     def plan(self, lengths: NDArray[np.int32] | None, rows: int) -> None:
         """See the contract. The first plan of a number of rows allocates, and compiles, so it belongs to warm-up."""
+        self._planned = lengths is not None
         if lengths is None:
-            raise ValueError("this attention is planned on the CPU, and needs the lengths there")
+            return
         shape, live = self._shape, len(lengths)
         if live > rows or (live and not 1 <= lengths.min() <= lengths.max() <= shape.pages_per_row * shape.page_size):
             raise ValueError(f"{live} lengths for {rows} rows, or lengths that no row can have: {lengths}")
@@ -188,9 +198,13 @@ class PlannedDecode:
             kv_data_type=shape.dtype,
         )
 
+    def warm(self, *arrays: Any) -> None:
+        """What the own attention needs: passes of one token a row run once before they are captured."""
+        self._own.warm(*arrays)
+
     def begin(self, page_rows: Array, extents: Extents) -> None:
         """Lay out the pages of all rows as the plan counts them."""
-        if extents.longest > 1:
+        if not self._planned:
             self._own.begin(page_rows, extents)
             return
         plans = self._plans[page_rows.shape[0]]
@@ -208,7 +222,7 @@ class PlannedDecode:
         out: Array,
     ) -> None:
         """See the contract."""
-        if extents.longest > 1:
+        if not self._planned:
             self._own.run(q, k_layer, v_layer, page_rows, seqs, positions, extents, out)
         else:
             self._plans[page_rows.shape[0]].wrapper.run(q, (k_layer, v_layer), out=out)
@@ -228,7 +242,8 @@ def choose(own: Attention, shape: Shape, capability: tuple[int, int], *, host_le
     """The best attention for `shape` on a GPU of `capability`.
 
     FlashInfer's that takes lengths on the device, else the one that is planned on the CPU, where `host_lengths` says
-    that lengths get there, else `own`.
+    that lengths get there, else `own`. What FlashInfer compiles on the machine is taken only if it then agrees with
+    `own`. May take minutes, and waits for the device.
     """
     library, missing = load()
     if library is None:
@@ -239,10 +254,54 @@ def choose(own: Attention, shape: Shape, capability: tuple[int, int], *, host_le
         if not wrong and kind.needs_host_lengths and not host_lengths:
             wrong = "lengths do not reach the CPU in time"
         if not wrong:
-            also = f" ({'; '.join(reasons)})" if reasons else ""
-            return Choice(kind(library, shape, own), f"FlashInfer {library.__version__}, {name}{also}")
+            attention, wrong = _tried(partial(kind, library, shape, own), own, shape)
+            if attention is not None:
+                also = f" ({'; '.join(reasons)})" if reasons else ""
+                return Choice(attention, f"FlashInfer {library.__version__}, {name}{also}")
         reasons.append(f"{name}: {wrong}")
     return Choice(own, f"own Triton kernels; FlashInfer {'; '.join(reasons)}")
+
+
+def _tried(make: Callable[[], Attention], own: Attention, shape: Shape) -> tuple[Attention | None, str]:
+    """The attention that `make` makes, or None and why it cannot be used."""
+    try:
+        attention = make()
+        found = difference(attention, own, shape)
+    except Exception as error:  # noqa: BLE001 - a compiler, a loader or a driver may fail in any way
+        return None, f"{type(error).__name__}: {error}"
+    if not found <= TOLERANCE:
+        return None, f"differs from the own kernels by {found:g}"
+    return attention, ""
+
+
+def difference(attention: Attention, own: Attention, shape: Shape) -> float:
+    """Largest difference between two attentions in a pass of one token a row; NaN where one of them has one.
+
+    Rows of one key, of a page, of one key more, and of all that a row can have.
+    """
+    most = shape.pages_per_row * shape.page_size
+    lengths = np.array([1, min(shape.page_size, most), min(shape.page_size + 1, most), most], np.int32)
+    rows, place = len(lengths), {"device": shape.device}
+    generator = torch.Generator(shape.device).manual_seed(1)
+
+    def normal(*sizes: int) -> Array:
+        return torch.randn(sizes, generator=generator, **place).to(shape.dtype)
+
+    pages = rows * shape.pages_per_row
+    pool = (pages, shape.page_size, shape.kv_heads, shape.dim)
+    k_layer, v_layer = normal(*pool), normal(*pool)
+    page_rows = torch.arange(pages, dtype=torch.int32, **place).flip(0).view(rows, shape.pages_per_row)
+    ends = torch.from_numpy(lengths).to(shape.device)
+    starts, seqs = (torch.arange(n, dtype=torch.int32, **place) for n in (rows + 1, rows))
+    extents, q = Extents(starts, ends, 1), normal(rows, shape.heads, shape.dim)
+    outs = []
+    for each in (attention, own):
+        out = torch.zeros_like(q)
+        each.plan(lengths, rows)
+        each.begin(page_rows, extents)
+        each.run(q, k_layer, v_layer, page_rows, seqs, ends - 1, extents, out)
+        outs.append(out.float())
+    return float((outs[0] - outs[1]).abs().max())
 
 
 def load() -> tuple[Any, str]:

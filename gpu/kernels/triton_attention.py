@@ -22,6 +22,7 @@ from gpu.kernels.attention_cut import (
     Cut,
     keys_of,
     scratch_floats,
+    variants,
 )
 from gpu.kernels.step_kernels import Extents
 from gpu.kernels.triton_spec import KernelSpec
@@ -149,7 +150,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
             tl.store(out + base * DIM + (line[:, None] * DIM + dim), attended, mask=live[:, None])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["splits"])
 def combine_kernel(  # type: ignore[no-untyped-def]
     parts,
     sums,
@@ -157,17 +158,18 @@ def combine_kernel(  # type: ignore[no-untyped-def]
     positions,
     ends,
     out,
+    splits,
     HEADS: tl.constexpr,
     DIM: tl.constexpr,
-    SPLITS: tl.constexpr,
+    SPLITS_MOST: tl.constexpr,
 ):
     """out[t, head] from what the splits made of it: those that hold a key which token t sees. See attention_kernel."""
     t, head = tl.program_id(0), tl.program_id(1)
     row = tl.load(seqs + t)
-    split_keys = _split_keys(tl.load(ends + row), SPLITS)
-    split, dim = tl.arange(0, SPLITS), tl.arange(0, DIM)
-    made = split * split_keys <= tl.load(positions + t)
-    line = (t.to(tl.int64) * HEADS + head) * SPLITS + split
+    split_keys = _split_keys(tl.load(ends + row), splits)
+    split, dim = tl.arange(0, SPLITS_MOST), tl.arange(0, DIM)
+    made = (split < splits) & (split * split_keys <= tl.load(positions + t))
+    line = (t.to(tl.int64) * HEADS + head) * splits + split
     top = tl.load(sums + 2 * line, mask=made, other=float("-inf"))
     total = tl.load(sums + 2 * line + 1, mask=made, other=0.0)
     part = tl.load(parts + line[:, None] * DIM + dim[None, :], mask=made[:, None], other=0.0)
@@ -219,18 +221,49 @@ class PagedAttention:
         For the arguments see `attention_contract`.
         """
         tokens, (rows, width), page = q.shape[0], page_rows.shape, k_layer.shape[1]
-        if not tokens:
-            return
+        if tokens:
+            group = self._heads // self._kv_heads
+            cut = Cut.of(tokens, rows, extents.longest, width * page, group, self._kv_heads, q.element_size())
+            self._queue(cut, tokens, q, k_layer, v_layer, page_rows, seqs, positions, extents, out)
+
+    def warm(
+        self,
+        q: Array,
+        k_layer: Array,
+        v_layer: Array,
+        page_rows: Array,
+        seqs: Array,
+        positions: Array,
+        extents: Extents,
+        out: Array,
+    ) -> None:
+        """Compile and load every variant that a pass of any shape can need, by launches of no program at all."""
+        context = page_rows.shape[1] * k_layer.shape[1]
+        for cut in variants(context, q.element_size()):
+            self._queue(cut, 0, q, k_layer, v_layer, page_rows, seqs, positions, extents, out)
+
+    def _queue(
+        self,
+        cut: Cut,
+        tokens: int,
+        q: Array,
+        k_layer: Array,
+        v_layer: Array,
+        page_rows: Array,
+        seqs: Array,
+        positions: Array,
+        extents: Extents,
+        out: Array,
+    ) -> None:
         group = self._heads // self._kv_heads
-        cut = Cut.of(tokens, rows, extents.longest, width * page, group, self._kv_heads, q.element_size())
         attention_kernel[(cut.blocks, self._kv_heads, cut.splits)](
             *(q, k_layer, v_layer, page_rows, positions, extents.starts, extents.ends),
             *(self._parts if cut.splits > 1 else out, self._sums),
-            *(page_rows.stride(0), rows, cut.row_blocks, cut.splits, 1 / math.sqrt(self._dim)),
+            *(page_rows.stride(0), page_rows.shape[0], cut.row_blocks, cut.splits, 1 / math.sqrt(self._dim)),
             KV_HEADS=self._kv_heads,
             GROUP=group,
             DIM=self._dim,
-            PAGE=page,
+            PAGE=k_layer.shape[1],
             QUERIES=cut.queries,
             KEYS=keys_of(cut.queries, self._dim, q.element_size()),
             EVEN=cut.row_blocks > 0,
@@ -240,10 +273,10 @@ class PagedAttention:
         )
         if cut.splits > 1:
             combine_kernel[(tokens, self._heads)](
-                *(self._parts, self._sums, seqs, positions, extents.ends, out),
+                *(self._parts, self._sums, seqs, positions, extents.ends, out, cut.splits),
                 HEADS=self._heads,
                 DIM=self._dim,
-                SPLITS=cut.splits,
+                SPLITS_MOST=SPLITS_MAX,
                 num_warps=4,
             )
 
@@ -267,8 +300,8 @@ def _attention_spec(
 
 def _combine_spec(dtype: str, heads: int, dim: int) -> KernelSpec:
     ints = dict.fromkeys(("seqs", "positions", "ends"), "*i32")
-    signature = {"parts": "*fp32", "sums": "*fp32", **ints, "out": "*" + dtype}
-    return _spec(combine_kernel, signature, {"HEADS": heads, "DIM": dim, "SPLITS": SPLITS_MAX}, {"num_warps": 4})
+    signature = {"parts": "*fp32", "sums": "*fp32", **ints, "out": "*" + dtype, "splits": "i32"}
+    return _spec(combine_kernel, signature, {"HEADS": heads, "DIM": dim, "SPLITS_MOST": SPLITS_MAX}, {"num_warps": 4})
 
 
 def _spec(kernel: Any, signature: dict[str, str], constants: dict[str, Any], options: dict[str, int]) -> KernelSpec:

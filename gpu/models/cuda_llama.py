@@ -8,6 +8,7 @@ runs on CPU tensors as well where Triton interprets its kernels.
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Protocol
 
 import numpy as np
@@ -216,6 +217,23 @@ class CudaLlama:
         )
 
     # --- use ---
+
+    def warm(self) -> None:
+        """Run passes of padding, as short and as long as can be and between, and have attention compile the rest.
+
+        Libraries choose the kernel of a product by its size, and load it when it first comes. Waits for the device.
+        """
+        info, most = self.info, min(self.max_tokens, self.pages_per_row * self.k_cache.shape[2])
+        ints = partial(torch.zeros, dtype=torch.int32, device=self._device)
+        page_rows, logits = ints((1, self.pages_per_row)), torch.zeros((1, info.vocab_size), device=self._device)
+        for count in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
+            extents = Extents(torch.tensor([0, count], dtype=torch.int32, device=self._device), ints(1) + count, count)
+            positions = torch.arange(count, dtype=torch.int32, device=self._device)
+            self.forward(ints(count), positions, ints(count), page_rows, ints(1), logits, extents)
+        queries, caches = self._work.queries[:count], (self.k_cache[0], self.v_cache[0])
+        self.attention.warm(queries, *caches, page_rows, ints(count), positions, extents, self._work.attended[:count])
+        if self._device.type == "cuda":
+            torch.cuda.synchronize()
 
     def forward(
         self,

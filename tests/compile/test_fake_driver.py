@@ -40,6 +40,13 @@ def test_a_second_launch_compiles_nothing() -> None:
         assert len(driver.launches) == 2
 
 
+def test_a_grid_without_programs_compiles_and_launches_nothing() -> None:
+    with active(90, shift_kernel) as driver:
+        run_shift(grid=(0,))
+        assert len(shift_kernel.device_caches[0][0]) == 1
+    assert not driver.launches
+
+
 def test_targets_do_not_share_compiled_code() -> None:
     targets = []
     for capability in (80, 90):
@@ -49,7 +56,7 @@ def test_targets_do_not_share_compiled_code() -> None:
     assert targets == [80, 90]
 
 
-@pytest.mark.parametrize("grid", [(0,), (1, 65536), (1, 1, 65536), (2**31,), (1.0,)])
+@pytest.mark.parametrize("grid", [(-1,), (1, 65536), (1, 1, 65536), (2**31,), (1.0,)])
 def test_a_grid_that_cuda_refuses(grid) -> None:
     with active(90, shift_kernel), pytest.raises(LaunchError, match="grid"):
         run_shift(grid=grid)

@@ -10,6 +10,7 @@ import pytest
 import torch
 
 from gpu.kernels import flashinfer_attention as fi
+from gpu.kernels import plain
 from gpu.kernels.step_kernels import Extents
 from gpu.kernels.triton_pages import join_pages_kernel
 from tests.compile import flashinfer_standin
@@ -29,6 +30,9 @@ class Own:
     def plan(self, lengths, rows) -> None:
         self.calls.append("plan")
 
+    def warm(self, *arrays) -> None:
+        self.calls.append("warm")
+
     def begin(self, page_rows, extents) -> None:
         self.calls.append("begin")
 
@@ -43,6 +47,7 @@ def library(monkeypatch: pytest.MonkeyPatch) -> flashinfer_standin.Library:
     monkeypatch.setattr(fi, "load", lambda: (found, ""))
     monkeypatch.setattr(fi, "WORKSPACE_BYTES", 1 << 10)
     monkeypatch.setattr(fi, "PLAN_BYTES", 1 << 10)
+    monkeypatch.setattr(fi, "difference", lambda *_: 0.0)  # the stand-in computes nothing
     return found
 
 
@@ -86,9 +91,11 @@ def test_passes_of_more_tokens_go_to_the_own_kernels(library: flashinfer_standin
     own = Own()
     attention, _ = fi.choose(own, SHAPE, capability, host_lengths=True)
     given = a_pass(2, longest=3)
+    attention.plan(None, 2)
     attention.begin(given["page_rows"], given["extents"])
     attention.run(**given)
-    assert own.calls == ["begin", "run"]
+    attention.warm(*given.values())
+    assert own.calls == ["begin", "run", "warm"]
     assert not library.decodes and not library.wrappers
 
 
@@ -111,18 +118,19 @@ def test_plans_alternate_in_pinned_memory_and_share_the_device(library: flashinf
     """What a plan is copied from may not be written before it has been copied; what it is copied to is captured."""
     attention = planned(library)
     planners = []
-    for step in range(4):
+    for step in range(6):
         attention.plan(np.array([step + 1], np.int32), 1)
         planners += [wrapper for wrapper in library.wrappers if len(wrapper.plans) > planners.count(wrapper)]
-    assert len(library.wrappers) == 2
+    assert len(library.wrappers) == fi.PLANS
     assert all(now is not then for then, now in itertools.pairwise(planners))
-    first, second = library.wrappers
-    assert first.workspaces[0] is second.workspaces[0] and first.workspaces[1] is second.workspaces[1] is not None
-    for name in ("starts", "pages", "last"):
-        assert getattr(first, name) is getattr(second, name)
+    first, *others = library.wrappers
+    for other in others:
+        assert first.workspaces[0] is other.workspaces[0] and first.workspaces[1] is other.workspaces[1] is not None
+        for name in ("starts", "pages", "last"):
+            assert getattr(first, name) is getattr(other, name)
     for key in ("indptr", "last"):
         places = {plan[key].data_ptr() for wrapper in library.wrappers for plan in wrapper.plans}
-        assert len(places) == 2
+        assert len(places) == fi.PLANS
 
 
 def test_pages_are_laid_out_on_the_device_by_the_plan(library: flashinfer_standin.Library) -> None:
@@ -145,13 +153,64 @@ def test_numbers_of_rows_have_plans_of_their_own(library: flashinfer_standin.Lib
     attention = planned(library)
     for rows in (1, 8, 1, 8):
         attention.plan(np.array([5], np.int32), rows)
-    assert sorted(len(wrapper.last) for wrapper in library.wrappers) == [1, 1, 8, 8]
+    assert sorted(len(wrapper.last) for wrapper in library.wrappers) == [1] * fi.PLANS + [8] * fi.PLANS
 
 
-@pytest.mark.parametrize("lengths", [None, [1, 1, 1], [0], [65]])
+@pytest.mark.parametrize("lengths", [[1, 1, 1], [0], [65]])
 def test_impossible_lengths_are_refused(library: flashinfer_standin.Library, lengths) -> None:
     with pytest.raises(ValueError, match="lengths"):
-        planned(library).plan(None if lengths is None else np.array(lengths, np.int32), 2)
+        planned(library).plan(np.array(lengths, np.int32), 2)
+
+
+def test_a_pass_that_is_not_planned_is_done_by_the_own_kernels(library: flashinfer_standin.Library) -> None:
+    """A step with chunks may have one token a row as well, in numbers of rows that nobody has planned for."""
+    attention = planned(library)
+    given = a_pass(2)
+    attention.plan(np.array([5, 6], np.int32), 2)
+    attention.plan(None, 2)
+    attention.begin(given["page_rows"], given["extents"])
+    attention.run(**given)
+    assert attention._own.calls == ["begin", "run"]  # type: ignore[attr-defined]
+    assert not any(wrapper.runs for wrapper in library.wrappers)
+
+
+@pytest.mark.parametrize(
+    ("found", "says"), [(0.2, "differs from the own kernels by 0.2"), (float("nan"), "by nan"), (None, "no compiler")]
+)
+def test_what_fails_or_differs_is_not_taken(
+    library: flashinfer_standin.Library, monkeypatch: pytest.MonkeyPatch, found, says: str
+) -> None:
+    def difference(attention, own, shape) -> float:
+        if not isinstance(attention, fi.DeviceLengths):
+            return 0.0
+        if found is None:
+            raise RuntimeError("no compiler")
+        return found
+
+    monkeypatch.setattr(fi, "difference", difference)
+    attention, reason = fi.choose(Own(), SHAPE, (9, 0), host_lengths=True)
+    assert isinstance(attention, fi.PlannedDecode) and says in reason
+    monkeypatch.setattr(fi, "difference", lambda *_: 1.0)
+    own = Own()
+    assert fi.choose(own, SHAPE, (9, 0), host_lengths=True).attention is own
+
+
+class Torch(Own):
+    """Attention in a few lines of torch, wrong by `off` for rows of more than a page."""
+
+    def __init__(self, off: float = 0.0) -> None:
+        super().__init__()
+        self.off = off
+
+    def run(self, q, k_layer, v_layer, page_rows, seqs, positions, extents, out) -> None:
+        plain.attention(q, k_layer, v_layer, page_rows, seqs, positions, extents, out)
+        out[positions >= SHAPE.page_size] += self.off
+
+
+def test_the_difference_is_that_of_every_row() -> None:
+    assert fi.difference(Torch(), Torch(), SHAPE) == 0
+    assert fi.difference(Torch(0.25), Torch(), SHAPE) == pytest.approx(0.25, abs=0.01)
+    assert fi.difference(Torch(float("nan")), Torch(), SHAPE) != 0
 
 
 @pytest.mark.parametrize(

@@ -118,7 +118,7 @@ def spawn(*args: str, env: dict[str, str] | None = None) -> LiveServer:
     port = free_port()
     log = Path(tempfile.mkstemp(prefix="stepahead-test-", suffix=".log")[1])
     atexit.register(log.unlink, missing_ok=True)
-    command = [sys.executable, "-m", "frontend.cli", "serve", "--port", str(port), *args]
+    command = [sys.executable, "-m", "frontend.cli", "serve", "--check-order", "--port", str(port), *args]
     with log.open("wb") as out:
         process = subprocess.Popen(
             command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **(env or {})}, close_fds=True

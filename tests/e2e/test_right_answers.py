@@ -41,7 +41,7 @@ def answers(server: LiveServer, bodies: list[dict[str, Any]], apart_s: float = 0
 
 
 def test_float32_gives_every_id_of_the_greedy_file() -> None:
-    with live_server("--dtype", "float32", "--check-order") as server:
+    with live_server("--dtype", "float32") as server:
         bodies = [
             {
                 "model": "smollm2-135m-instruct",

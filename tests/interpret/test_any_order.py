@@ -86,6 +86,7 @@ def test_the_launch_loop_does_not_wait_on_torch_memory() -> None:
     assert [issued.tokens for issued in bench.completed] == TOKENS
 
 
+@pytest.mark.unordered
 def test_without_the_fence_an_order_is_wrong() -> None:
     """Control."""
     policies = [Lazy("schedule"), Starving("forward")]

@@ -81,6 +81,7 @@ def test_a_wait_holds_back_what_comes_behind_it_and_nothing_else() -> None:
     assert t.orders() == {"1x2y", "1xy2", "12xy", "x12y", "x1y2"}
 
 
+@pytest.mark.unordered
 def test_a_wait_is_for_the_latest_record_issued_before_it() -> None:
     t = Trace()
     e = t.device.event("e")
@@ -354,6 +355,7 @@ def racy(device: AdversaryDevice, ordered: bool) -> Any:
     return cell
 
 
+@pytest.mark.unordered
 @pytest.mark.parametrize(("ordered", "total", "wrong"), [(True, 1, 0), (False, 3, 2)])
 def test_every_order_is_counted_and_judged(ordered: bool, total: int, wrong: int) -> None:
     device = AdversaryDevice()
@@ -385,6 +387,7 @@ def test_orders_that_lead_to_the_same_state_are_walked_once_and_counted_each() -
         all_orders(device, lambda: True, states_max=100)
 
 
+@pytest.mark.unordered
 def test_an_error_of_the_device_makes_the_orders_that_reach_it_wrong() -> None:
     device = AdversaryDevice()
     a, b = device.stream("a"), device.stream("b")

@@ -22,6 +22,7 @@ from gpu.device.host import HostDevice
 from gpu.device.order import OrderChecker
 from gpu.device.protocol import Regions
 from gpu.lanes import LANES, ResultSlot
+from shm.limits import STEPS_IN_FLIGHT
 from shm.records import ResultLayout
 from tests.gpu.device.fake_cuda import FakeCuda
 from tests.gpu.device.log import Log
@@ -91,14 +92,18 @@ def steps(bench: Bench) -> list[dict[str, Any]]:
     ]
 
 
-def run(device: Any, around: Callable[[], ExitStack] = ExitStack, **options: Any) -> list[list[int] | None]:
-    """All steps, each queued inside `around()`. Returns the tokens of each."""
+def run(
+    device: Any, around: Callable[[], ExitStack] = ExitStack, in_flight: int = 99, **options: Any
+) -> list[list[int] | None]:
+    """All steps, each queued inside `around()`, at most `in_flight` at once. Returns the tokens of each."""
     bench = Bench(device, small_config(), **options)
     for row, prompt in PROMPTS.items():
         bench.prompt(row, prompt)
-    for step in steps(bench):
+    for number, step in enumerate(steps(bench), start=1):
         with around():
             bench.step(**step)
+        while number - len(bench.completed) >= in_flight:
+            device.check()
     device.synchronize()
     device.close()
     return [step.tokens for step in bench.completed]
@@ -166,6 +171,19 @@ def test_the_driver_is_told_what_the_host_device_does(early_lengths: bool) -> No
     compare(fake, early_lengths=early_lengths)
     told = Counter(entry[0] for entry in fake.log)
     assert told["replay"] == 4 and told["capture_begin"] > 10 and told["record"] > 30
+
+
+def test_plans_reach_the_driver_in_the_same_order() -> None:
+    """An attention that is planned on the CPU: one more operation, before each pass."""
+    planned: list[Any] = []
+    fake = FakeCuda()
+    compare(fake, in_flight=STEPS_IN_FLIGHT, plan=lambda lengths, rows: planned.append((lengths, rows)))
+    host = planned[: len(planned) // 2]
+    assert [(None if told is None else told.tolist(), rows) for told, rows in host[-7:]] == [
+        (None, 1), (None, 2), ([4, 6], 2), (None, 3), ([8, 6, 7], 3), ([8, 9, 7], 3), ([8], 1)
+    ]  # fmt: skip
+    told = [entry[2] for entry in fake.log if entry[0] == "memcpy"]
+    assert told.count("plan") == len(planned) // 2
 
 
 def drop_waits(device: CudaDevice, stream: Any, name: str, fn: Any, *args: Any) -> None:

@@ -425,3 +425,18 @@ def test_a_launch_loop_that_goes_on_for_long_leaves_no_trace(mixed: bool) -> Non
             sizes.append(checker.remembered)
     loop.close()
     assert max(sizes[1:]) == min(sizes[1:]), sizes
+
+
+def test_every_device_of_a_test_is_observed() -> None:
+    """By `tests/conftest.py`; and a race in a test that does not say so ends it."""
+    device = AdversaryDevice()
+    assert isinstance(device.observer, OrderChecker)
+    buffer, one, two = device.buffer((4,), np.int32, "b"), device.stream("one"), device.stream("two")
+    device.launch(one, lambda: None, reads=(), writes=(buffer.region(),), name="write")
+    with pytest.raises(OrderViolation):
+        device.launch(two, lambda: None, reads=(buffer.region(),), writes=(), name="read")
+
+
+@pytest.mark.unordered
+def test_but_for_those_that_race_on_purpose() -> None:
+    assert AdversaryDevice().observer is None

@@ -224,6 +224,7 @@ DROPPED: list[tuple[str, Mutate, str]] = [
 ]
 
 
+@pytest.mark.unordered
 @pytest.mark.parametrize(("what", "mutate", "name"), DROPPED, ids=[f"{what}: {name}" for what, _, name in DROPPED])
 def test_with_an_order_missing_some_orders_are_wrong_and_some_are_right(what: str, mutate: Mutate, name: str) -> None:
     found = every_order(name, mutate)

@@ -18,6 +18,7 @@ from gpu.device.guard import LaunchGuard
 from gpu.device.policies import policies
 from gpu.device.protocol import DeviceError
 from gpu.kernels.host_step import HostStepKernels
+from gpu.lanes import LANES
 from gpu.step import StepProgram
 from procs.executor import Executor
 from procs.sched_audit import check_conservation
@@ -38,10 +39,26 @@ from tests.procs.simulated_server import new_ledger
 TURNS_MAX = 20_000
 
 
+class PlannedMill(PagedMill):
+    """A mill that, where it is told lengths, works with no others."""
+
+    told: Any = None
+
+    def plan(self, lengths: Any, rows: int) -> None:
+        assert lengths is None or len(lengths) <= rows
+        self.told = lengths
+
+    def forward(self, tokens: Any, positions: Any, *others: Any) -> None:
+        if self.told is not None:
+            padding = [1] * (len(positions) - len(self.told))
+            assert (positions + 1).tolist() == [*self.told.tolist(), *padding], "the plan says other lengths"
+        super().forward(tokens, positions, *others)
+
+
 class Stages:
     """Scheduler and gpu process without the processes."""
 
-    def __init__(self, device: AdversaryDevice, guard: LaunchGuard, asked: list[Asked]) -> None:
+    def __init__(self, device: AdversaryDevice, guard: LaunchGuard, asked: list[Asked], planned: bool = False) -> None:
         self.config, self.asked, self.device, self.guard = served_config(), asked, device, guard
         config = self.config
         control = Control(Segment.create("control", Control.size()))
@@ -60,8 +77,9 @@ class Stages:
         self.rows = Rows(config, self.ledger, stats.writer("scheduler"))
         self.steps = Steps(self.rows)
         kernels = HostStepKernels.of(config)
-        model = PagedMill(config.pages, config.page_size)
-        self.program = StepProgram(device, config, model, kernels, mill_sample, self.ledger.tokens)
+        model = PlannedMill(config.pages, config.page_size)
+        plan = model.plan if planned else None
+        self.program = StepProgram(device, config, model, kernels, mill_sample, self.ledger.tokens, plan=plan)
         self.program.capture()
         self.executor = Executor(
             config,
@@ -120,9 +138,11 @@ class Stages:
         self.rows.outbox.clear()
 
 
-def serve(policy: Any, seed: int, spoil: Callable[[StepProgram], None] = lambda _: None) -> int:
+def serve(
+    policy: Any, seed: int, spoil: Callable[[StepProgram], None] = lambda _: None, *, planned: bool = False
+) -> int:
     guard = LaunchGuard()
-    stages = Stages(AdversaryDevice(policy, guard=guard), guard, workload(seed))
+    stages = Stages(AdversaryDevice(policy, guard=guard), guard, workload(seed), planned)
     spoil(stages.program)
     return stages.run(seed)
 
@@ -132,6 +152,7 @@ def test_every_request_gets_its_own_tokens_through_the_rings() -> None:
         assert serve(policy, seed % 4) > 16, "the rings wrap"
 
 
+@pytest.mark.unordered
 def test_a_missing_order_is_seen_through_the_rings() -> None:
     """Control."""
 
@@ -157,3 +178,38 @@ def test_the_launch_loop_never_waits(seed: int) -> None:
 
     with pytest.raises(DeviceError, match="would wait for the device in the launch loop"):
         serve(None, seed, spoil)
+
+
+def test_every_pass_is_planned_with_its_lengths() -> None:
+    """In any order, through retraction, aborts, prefix hits and surplus steps, and no two plans in one memory."""
+    for seed, policy in enumerate(policies(("schedule", "forward", "copy"), seeds=20)):
+        assert serve(policy, seed % 4, planned=True) > 16
+
+
+def count_twice(program: StepProgram) -> None:
+    advance = program.plans._advance  # type: ignore[union-attr]
+    program.plans._advance = lambda step: (advance(step), advance(step))[1]  # type: ignore[union-attr,method-assign]
+
+
+def one_source(program: StepProgram) -> None:
+    assert program.plans is not None
+    program.plans._sources = program.plans._sources[:1] * LANES
+
+
+def unasked(program: StepProgram) -> None:
+    """Nobody looks whether the step before has ended."""
+    program.plans.queued = lambda *_: None  # type: ignore[union-attr,method-assign]
+    program.plans._sources = program.plans._sources[:2] * 2  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"), [(count_twice, "other lengths"), (one_source, "plan source 0"), (unasked, "plan source")]
+)
+def test_a_plan_that_is_wrong_or_overwritten_is_found(fault: Callable[[StepProgram], None], says: str) -> None:
+    found = []
+    for seed, policy in enumerate(policies(("schedule", "forward", "copy"), seeds=3)):
+        try:
+            serve(policy, seed % 4, fault, planned=True)
+        except (DeviceError, AssertionError) as error:
+            found.append(str(error))
+    assert any(says in error for error in found), found

@@ -1,0 +1,157 @@
+"""Once a server on CUDA has started, no pass of any shape compiles or loads a kernel while requests wait for it."""
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.kernels import triton_sampling
+from gpu.kernels.attention_cut import Cut, variants
+from gpu.kernels.cuda_sampling_work import CHUNK, scratch_words
+from gpu.kernels.step_kernels import Extents, PassShape, Rows, Tables
+from gpu.kernels.triton_spec import kernel_modules, kernels_of
+from gpu.kernels.triton_step import TritonStepKernels
+from gpu.models.cuda_llama import CudaLlama
+from shm.config import ModelInfo
+from shm.records import STEP_MIXED, StepLayout
+from tests.compile.fake_driver import FakeDriver, active
+from tests.gpu.paged_mill import small_config
+
+PAGE, PER_ROW, RUNNING, TOKENS = 16, 32, 8, 96
+INFO = ModelInfo(
+    name="a", path="a", format="hf", vocab_size=64, context_len=PER_ROW * PAGE, hidden_size=64, num_layers=1,
+    num_heads=4, num_kv_heads=2, head_dim=16, intermediate_size=64, rope_theta=1e4, rope_scaling=None, rms_eps=1e-5,
+    tie_word_embeddings=True, qk_norm=False, eos_token_ids=(1,), bos_token_id=None,
+)  # fmt: skip
+
+
+class Zeros:
+    """Weights."""
+
+    def tensor(self, name: str) -> np.ndarray:
+        if "norm" in name:
+            return np.zeros(64, np.float32)
+        rows = 32 if "k_proj" in name or "v_proj" in name else 64
+        return np.zeros((rows, 64), np.float32)
+
+
+def ints(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=torch.int32)
+
+
+@pytest.fixture(scope="module")
+def shapes() -> list[list[int]]:
+    """Tokens of each row: passes of every kind."""
+    rng = np.random.default_rng(4)
+    found = [[1], [TOKENS], [2] * RUNNING, [12] * RUNNING, [24, 24], [1] * 7 + [80], [1, 3, 2]]
+    for _ in range(60):
+        rows = int(rng.integers(1, RUNNING + 1))
+        counts = rng.integers(1, 1 + TOKENS // rows, rows)
+        found.append([int(counts[0])] * rows if rng.random() < 0.3 else counts.tolist())
+    return found
+
+
+def a_pass(model: CudaLlama, counts: list[int]) -> None:
+    tokens, rows = sum(counts), len(counts)
+    extents = Extents(ints(RUNNING + 1)[: rows + 1], ints(RUNNING)[:rows], max(counts))
+    given = (ints(TOKENS)[:tokens] for _ in range(3))
+    model.forward(*given, ints(RUNNING, PER_ROW)[:rows], ints(RUNNING)[:rows], torch.zeros(rows, 64), extents)
+
+
+def compiled() -> set[tuple[str, str]]:
+    """Every variant of every kernel that exists for the device."""
+    kernels = [kernel for module in kernel_modules().values() for kernel in kernels_of(module).values()]
+    return {(k.__name__, key) for k in kernels if k.device_caches for key in k.device_caches[0][0]}
+
+
+def new_of(act: Callable[[], Any]) -> set[str]:
+    """Kernels of which `act` compiled a variant."""
+    before = compiled()
+    act()
+    return {name for name, _ in compiled() - before}
+
+
+@pytest.fixture
+def driver() -> Iterator[FakeDriver]:
+    with active(90) as driver:
+        yield driver
+
+
+def test_no_pass_of_a_warm_model_compiles(shapes: list[list[int]], driver: FakeDriver) -> None:
+    model = CudaLlama(INFO, Zeros(), "bfloat16", PAGE, 8, PER_ROW, TOKENS, RUNNING, device="cpu")
+    model.warm()
+    assert compiled()
+    assert not new_of(lambda: [a_pass(model, counts) for counts in shapes])
+
+
+def test_every_cut_of_a_pass_is_among_the_variants(shapes: list[list[int]]) -> None:
+    """And the shapes of this test reach all of them."""
+    for itemsize in (2, 4):
+        cuts = [Cut.of(sum(c), len(c), max(c), PER_ROW * PAGE, 2, 2, itemsize) for c in shapes]
+        cuts += [Cut.of(sum(c), len(c), max(c), PER_ROW * PAGE, 2, 200, itemsize) for c in shapes]
+        met = {(cut.queries, cut.row_blocks > 0, cut.splits > 1) for cut in cuts}
+        assert met == {(cut.queries, cut.row_blocks > 0, cut.splits > 1) for cut in variants(PER_ROW * PAGE, itemsize)}
+
+
+def test_a_model_that_is_not_warm_compiles_when_a_pass_comes(driver: FakeDriver) -> None:
+    """The control: what is warmed is what would have been missed."""
+    model = CudaLlama(INFO, Zeros(), "bfloat16", PAGE, 8, PER_ROW, TOKENS, RUNNING, device="cpu")
+    a_pass(model, [1] * 4)
+    assert new_of(lambda: a_pass(model, [1, 30])) == {"attention_kernel"}
+
+
+def test_the_kernels_of_a_step_have_one_variant_for_all_steps(driver: FakeDriver) -> None:
+    config = small_config(max_running=RUNNING, prefill_chunk=64)
+    layout, kernels = StepLayout(config), TritonStepKernels.of(config)
+    descriptor, ids, fault = ints(layout.nbytes // 4), ints(config.prefill_chunk), ints(1)
+    seed = torch.zeros(config.entries, dtype=torch.int64)
+    wide = ints(config.entries, config.pages_per_row)
+    tables = Tables(ints(config.entries), ints(config.entries), wide, torch.zeros(3, config.entries), ints(9), seed)
+    rows = Rows(
+        tokens=ints(config.pass_tokens), positions=ints(config.pass_tokens), seqs=ints(config.pass_tokens),
+        pages=ints(RUNNING, config.pages_per_row), starts=ints(RUNNING + 1), ends=ints(RUNNING),
+        logit_rows=ints(RUNNING), entries=ints(RUNNING), lengths=ints(RUNNING), places=ints(RUNNING),
+        counts=ints(RUNNING), real=torch.zeros(3, RUNNING), top_k=ints(RUNNING), seed=seed[:RUNNING],
+    )  # fmt: skip
+    view = layout.view(np.zeros(layout.nbytes // 4, np.int32))
+    view.kind = STEP_MIXED
+
+    def a_step(decode: int, chunks: list[int], writes: int) -> None:
+        view.n_decode, view.n_chunks = decode, len(chunks)
+        view.chunks[3, : len(chunks)], view.chunks[4, : len(chunks)] = chunks, 1
+        shape = PassShape.of_step(view)
+        step = kernels.view(descriptor)
+        kernels.write_slots(step, writes, tables.pages, fault)
+        kernels.write_sampling(step, min(writes, RUNNING), tables.real, tables.top_k, tables.seed, fault)
+        kernels.gather(step, tables, ids, rows, shape, fault)
+        kernels.publish(tables.length, rows.entries[: shape.samples], rows.lengths[: shape.samples])
+
+    a_step(1, [], 1)  # what the warm-up does
+    a_step(0, [1], 1)
+
+    def others() -> None:
+        for decode in range(RUNNING + 1):
+            for chunks in ([], [1], [16], [7, 9], [32, 32], [1, 1, 1]):
+                if 0 < decode + len(chunks) <= RUNNING:
+                    a_step(decode, chunks, 1 + 3 * decode)
+
+    assert not new_of(others)
+
+
+def test_the_sampler_has_one_variant_for_all_batches(driver: FakeDriver) -> None:
+    def sample(rows: int) -> None:
+        real = torch.zeros(3, RUNNING)
+        triton_sampling.sample(
+            torch.zeros(RUNNING, 300)[:rows],
+            *(row[:rows] for row in real),
+            ints(RUNNING)[:rows],
+            torch.zeros(RUNNING, dtype=torch.int64)[:rows],
+            ints(RUNNING)[:rows],
+            ints(RUNNING)[:rows],
+            torch.zeros(scratch_words(RUNNING, 300, CHUNK), dtype=torch.int64),
+        )
+
+    sample(1)
+    assert not new_of(lambda: [sample(rows) for rows in range(2, RUNNING + 1)])
