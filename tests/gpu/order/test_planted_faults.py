@@ -61,7 +61,7 @@ def grow(device: Any, **options: Any) -> Bench:
             r"'gather' on stream forward behind '(slot|sampling) writes' on stream schedule: read after write",
         ),
     ],
-    ids=["fence dropped", "fence recorded before the last read", "staged recorded before the last slot writes"],
+    ids=["fence dropped", "fence recorded before the last read", "barrier that misses the writes of result processing"],
 )
 def test_an_order_that_is_missing_or_comes_too_early(edge: Edge, how: How, found: str) -> None:
     grow(AdversaryDevice(observer=OrderChecker()))
