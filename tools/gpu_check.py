@@ -12,6 +12,7 @@ import argparse
 import contextlib
 import json
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -26,6 +27,7 @@ ROOT = Path(__file__).resolve().parent.parent
 STANDINS = Path(__file__).with_name("standins")
 GREEDY = ROOT / "tests" / "data" / "smollm2_greedy.jsonl"
 TAIL_CHARS = 12000
+SKIPPED = 77  # exit status of a part that has nothing to check here; its last line says why
 
 
 @dataclass(frozen=True)
@@ -43,17 +45,31 @@ class Part:
 
 _DEVICE, _SERVING = "tools.gpu_check_device", "tools.gpu_check_serving"
 PARTS = (
-    Part("environment", _DEVICE, "versions, device, limits", 60),
-    Part("rings", _DEVICE, "shared memory registered, results written into it by the device", 60),
-    Part("graphs", _DEVICE, "capture and replay with events inside, streams that overlap", 60),
-    Part("guard", _DEVICE, "calls that would wait are refused in the launch loop", 60),
+    Part("environment", _DEVICE, "versions, device, limits", 45),
+    Part("rings", _DEVICE, "shared memory registered, results written into it by the device", 45),
+    Part("graphs", _DEVICE, "capture and replay with events inside, streams that overlap", 45),
+    Part("guard", _DEVICE, "calls that would wait are refused in the launch loop", 45),
+    Part("compile", "tools.gpu_check_compile", "every specified variant of every Triton kernel compiles", 90),
     Part(
-        "kernels", "tools.gpu_check_kernels", "every Triton kernel against its plain reference", 240, interpreted=True
+        *("kernels", "tools.gpu_check_kernels", "every Triton kernel against its plain reference", 150),
+        least=30,
+        interpreted=True,
     ),
-    Part("step", "tools.gpu_check_step", "the step program: right tokens, every edge dropped in turn", 180),
-    Part("greedy", _SERVING, "the greedy file in float32, token by token", 180, needs_model=True, least=60),
-    Part("speed", _SERVING, "tokens/s and gaps, 1 to 64 at once, overlap on and off", 300, needs_model=True, least=70),
-    Part("speed-qwen3", _SERVING, "the same on random weights of Qwen3-0.6B's shape", 300, least=90),
+    Part(
+        *("flashinfer", "tools.gpu_check_flashinfer", "FlashInfer's decode against our own and the plain one", 120),
+        least=10,
+        interpreted=True,
+    ),
+    Part(
+        "step",
+        "tools.gpu_check_mutants",
+        "the step program: right tokens, every edge lost or early in turn",
+        180,
+        least=40,
+    ),
+    Part("greedy", _SERVING, "the greedy file in float32, token by token", 150, needs_model=True, least=60),
+    Part("speed", _SERVING, "tokens/s and gaps, 1 to 64 at once, overlap on and off", 200, needs_model=True, least=70),
+    Part("speed-qwen3", _SERVING, "the same on random weights of Qwen3-0.6B's shape", 200, least=90),
 )
 
 
@@ -91,27 +107,33 @@ def run_part(part: Part, options: Options, seconds: float) -> Outcome:
         env.pop("TRITON_INTERPRET", None)
         if part.interpreted and options.device == "host":
             env["TRITON_INTERPRET"] = "1"
-        reason = _run(command, env, min(seconds, part.seconds))
+        status, reason = _run(command, env, min(seconds, part.seconds))
         figures = json.loads(written.read_text()) if written.exists() else {}
-    status = "passed" if not reason else "failed"
     return Outcome(part.name, status, round(time.monotonic() - begin_s, 1), figures, reason)
 
 
-def _run(command: Sequence[str], env: dict[str, str], seconds: float) -> str:
-    """Why the process failed; empty if it did not. What it prints goes to our stderr's reader only if it fails."""
+def _run(command: Sequence[str], env: dict[str, str], seconds: float) -> tuple[str, str]:
+    """What came of the process, and why. What it prints is shown only if it fails."""
     with tempfile.TemporaryFile() as output:
-        process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT)
+        process = subprocess.Popen(
+            command, cwd=ROOT, env=env, stdout=output, stderr=subprocess.STDOUT, start_new_session=True
+        )
+        status = None
         try:
             status = process.wait(seconds)
-            reason = f"exit status {status}" if status else ""
         except subprocess.TimeoutExpired:
-            process.kill()
+            pass
+        finally:  # whatever it has started goes with it, or it would disturb the parts behind it
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
             process.wait()
-            reason = f"not done after {seconds:.0f} s"
-        if not reason:
-            return ""
         output.seek(0)
-        return f"{reason}: {output.read().decode(errors='replace')[-TAIL_CHARS:].strip()}"
+        said = output.read().decode(errors="replace")[-TAIL_CHARS:].strip()
+    if status == 0:
+        return "passed", ""
+    if status == SKIPPED:
+        return "skipped", said.rpartition("\n")[2]
+    return "failed", f"{f'not done after {seconds:.0f} s' if status is None else f'exit status {status}'}: {said}"
 
 
 @contextlib.contextmanager

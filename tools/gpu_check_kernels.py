@@ -4,6 +4,7 @@ Owns inputs, tolerances and the list of operations. On the host, where Triton in
 and in float32 only. Everything is compared before the part fails, so that one kernel hides no other.
 """
 
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -13,17 +14,18 @@ import torch
 from torch import Tensor
 
 from gpu.device.buffers import signed
+from gpu.device.protocol import DeviceError
 from gpu.kernels import plain, plain_step, triton_rows
 from gpu.kernels.attention_cut import scratch_floats
-from gpu.kernels.cuda_sampling_work import CHUNK, scratch_words
 from gpu.kernels.step_kernels import Extents, PassShape, Rows, Tables
 from gpu.kernels.triton_attention import PagedAttention
-from gpu.kernels.triton_sampling import sample
 from gpu.kernels.triton_step import TritonStepKernels
 from shm.config import ServerConfig
 from shm.records import STEP_MIXED, StepLayout
+from shm.segment import Segment
 from tools.gpu_check import Options
-from tools.gpu_check_part import Figures, run
+from tools.gpu_check_part import Figures, open_device, run
+from tools.gpu_check_sampling import compare_sampling
 from tools.gpu_check_step import small_config
 
 PAGE = 16
@@ -158,49 +160,6 @@ def decode_error(
     return error(*outs)
 
 
-def compare_sampling(device: str, rows: int) -> Iterator[tuple[str, float]]:
-    """Greedy rows exactly; sampled rows by how often each token comes: the error is in standard deviations over 5."""
-    made = Made(device, torch.float32)
-    vocab = 40
-    logits = made.normal(1, vocab).expand(rows, vocab).contiguous()
-    scratch = torch.zeros(scratch_words(rows, vocab, CHUNK), dtype=torch.int64, device=device)
-    out = torch.full((rows,), -7, dtype=torch.int32, device=device)
-    ones, zeros = torch.ones(rows, device=device), torch.zeros(rows, device=device)
-    seeds = torch.arange(rows, dtype=torch.int64, device=device) * 7919 + 1
-    places, none = made.ints(np.arange(rows) % 50), made.ints(np.zeros(rows))
-    chunk = CHUNK if device == "cuda" else 64  # the interpreter pays for every token of a chunk
-    sample(logits, zeros, ones, zeros, none, seeds, places, out, scratch, chunk)
-    yield "sample, greedy", float((out != logits[0].argmax()).sum())
-    five = made.ints(np.full(rows, 5))
-    for name, top_p, min_p, top_k in (
-        ("temperature", ones, zeros, none),
-        ("top_k", ones, zeros, five),
-        ("top_p", 0.6 * ones, zeros, none),
-        ("min_p", ones, 0.2 * ones, none),
-    ):
-        sample(logits, 0.8 * ones, top_p, min_p, top_k, seeds, places, out, scratch, chunk)
-        share = torch.softmax(logits[0].double() / 0.8, 0)
-        kept = _kept(share, float(top_p[0]), float(min_p[0]), int(top_k[0]))
-        wanted = torch.where(kept, share, 0) / share[kept].sum()
-        counts = torch.bincount(out.long(), minlength=vocab).double()
-        spread = (rows * wanted * (1 - wanted)).sqrt().clamp(min=1)
-        beyond = float(counts[~kept].sum())  # tokens that the filter forbids
-        yield f"sample, {name}", max(float(((counts - rows * wanted) / spread).abs().max()) / 5, beyond)
-
-
-def _kept(share: Tensor, top_p: float, min_p: float, top_k: int) -> Tensor:
-    """Which tokens the filters leave: bool[V]."""
-    kept = share >= min_p * share.max()
-    order = share.argsort(descending=True, stable=True)
-    if top_k:
-        kept &= share >= share[order[top_k - 1]]
-    ranked = share[order] * kept[order]
-    before = ranked.cumsum(0) - ranked
-    chosen = torch.zeros_like(kept)
-    chosen[order] = before < top_p * ranked.sum()
-    return kept & chosen
-
-
 def compare_step(device: str) -> Iterator[tuple[str, float]]:
     """The step's bookkeeping on a mixed step: the number of arrays that differ from the plain reference's."""
     config = small_config()
@@ -236,6 +195,46 @@ def compare_step(device: str) -> Iterator[tuple[str, float]]:
     expected = np.zeros(9, np.int32)
     plain_step.scatter(expected, rows.entries[:3], rows.places[:3])
     yield "publish and stash", float((table.cpu().numpy() != expected).sum())
+
+
+def compare_copies(device: str) -> Iterator[tuple[str, float]]:
+    """Uploads from and deliveries to a segment, pinned as the rings and the ledger are: numbers that differ."""
+    config = small_config()
+    layout, rng = StepLayout(config), np.random.default_rng(9)
+    ints, ledger = layout.nbytes // 4, config.rows * config.max_len
+    segment = Segment.create("check", 4 * (2 * ints + ledger))
+    payload, result = segment.array("i4", ints, 0), segment.array("i4", ints, 4 * ints)
+    plane = segment.array("i4", ledger, 8 * ints).reshape(config.rows, config.max_len)
+    payload[:], plane[:] = rng.integers(0, 1000, ints), rng.integers(0, 1000, plane.shape)
+    view = layout.view(payload)
+    view.kind, view.n_decode, view.n_chunks, view.n_slot_writes, view.n_sampling = STEP_MIXED, 1, 2, 1, 0
+    view.chunks[:5, 0], view.chunks[:5, 1] = (1, 1, 2, 3, 1), (2, 2, config.max_len - 4, 4, 0)
+    opened = open_device("cuda") if device == "cuda" else None  # on the host Triton's kernels take tensors as they are
+    pinned = [opened.pinned(a, "check").array if opened else torch.from_numpy(a) for a in (payload, plane, result)]
+    kernels = TritonStepKernels.of(config)
+    descriptor, ids, outcome = (torch.full((n,), -5, dtype=torch.int32, device=device) for n in (ints, 8, ints))
+    fault = torch.zeros(1, dtype=torch.int32, device=device)
+    wanted, used = np.full(ints, -5, np.int32), view.used_nbytes // 4
+    wanted[:used] = payload[:used]
+    kernels.upload(view, pinned[0], descriptor, pinned[1], ids, fault)
+    chunks = [*plane[1, 2:5].tolist(), *plane[2, -4:].tolist(), -5]
+    differ = int((descriptor.cpu().numpy() != wanted).sum()) + (ids.tolist() != chunks)
+    yield "upload of a descriptor and its chunks", float(differ)
+    outcome += torch.arange(ints, dtype=torch.int32, device=device)
+    kernels.deliver(outcome, pinned[2], 7)
+    if opened:
+        torch.cuda.synchronize()
+    yield "delivery of a result", float((result != [*range(-5, 2), *[0] * (ints - 7)]).sum())
+    view.chunks[2, 1] = config.max_len - 3
+    accepted = 1.0
+    try:
+        kernels.upload(view, pinned[0], descriptor, pinned[1], ids, fault)
+    except DeviceError:
+        accepted = 0
+    yield "uploads of a chunk that lies outside of its row", accepted
+    if opened:
+        torch.cuda.synchronize()
+        opened.close()
 
 
 def _tables(config: ServerConfig, rng: np.random.Generator) -> Tables:
@@ -281,9 +280,9 @@ def kernels(options: Options, figures: Figures) -> None:
         for dtype in dtypes:
             for name, found in compare_model(sizes, Made(device, dtype)):
                 check(f"{name}, {sizes.name}, {str(dtype).removeprefix('torch.')}", found, TOLERANCE[dtype])
-    for name, found in compare_sampling(device, 20000 if device == "cuda" else 8):
-        check(name, found, 0 if "greedy" in name else 1)
-    for name, found in compare_step(device):
+    for result in compare_sampling(device):
+        check(*result)
+    for name, found in itertools.chain(compare_step(device), compare_copies(device)):
         check(name, found, 0)
     assert not failed, f"differs from the reference: {', '.join(failed)}"
 

@@ -12,7 +12,11 @@ from typing import Any
 
 from gpu.device.guard import LaunchGuard
 from gpu.device.protocol import Device, Observer
-from tools.gpu_check import Options
+from tools.gpu_check import SKIPPED, Options
+
+
+class Skipped(Exception):
+    """Raised by a part that finds nothing to check here; the text says why."""
 
 
 class Figures:
@@ -29,9 +33,13 @@ class Figures:
 
 
 def run(parts: dict[str, Callable[[Options, Figures], None]]) -> None:
-    """Run the part that the command line names. A part fails by raising."""
+    """Run the part that the command line names. A part fails by raising, and is skipped by raising Skipped."""
     name, options, path = sys.argv[1:]
-    parts[name](Options(**json.loads(options)), Figures(Path(path)))
+    try:
+        parts[name](Options(**json.loads(options)), Figures(Path(path)))
+    except Skipped as reason:
+        print(" ".join(str(reason).split()))
+        sys.exit(SKIPPED)
 
 
 def open_device(kind: str, observer: Observer | None = None, guard: LaunchGuard | None = None) -> Device:

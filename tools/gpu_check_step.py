@@ -1,11 +1,17 @@
-"""The part of the check that runs the step program: right tokens whatever is slow, and every edge dropped in turn.
+"""Runs of the step program, one by one as they are asked for: `python -m tools.gpu_check_step cuda`.
 
-Owns a small workload with the mill as its model, delays on single streams, and the table of mutants. On CUDA the delays
-are sleeps of the device and the kernels are Triton's; on the host device they are sleeps of its threads. With all edges
-every run must be right and unflagged; without one, the checker must flag the program. How often tokens went wrong is
-reported: luck decides that.
+Owns a small workload with the mill as its model, the delays on single streams, and what a run tells: what the checker
+found, and whether tokens and early lengths were right. On CUDA the delays are sleeps of the device and the kernels are
+Triton's; on the host device they are sleeps of its threads. Reads a `Run` a line and answers an `Outcome` a line;
+`tools.gpu_check_mutants` judges them. It never outlives a broken device: it says so, and whoever asked starts another.
 """
 
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -13,21 +19,20 @@ import torch
 
 from gpu.device.mutations import Edge, MutatedDevice
 from gpu.device.order import OrderChecker
-from gpu.device.protocol import Device
-from gpu.kernels.step_kernels import StepKernels
-from gpu.lanes import ResultSlot, StepSlot
+from gpu.device.protocol import Device, Regions, Stream
+from gpu.lanes import Lane, ResultSlot, StepSlot
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
 from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout
-from tools.gpu_check import Options
 from tools.gpu_check_device import sleep
-from tools.gpu_check_part import Figures, open_device, run
+from tools.gpu_check_mutants import Outcome, Run
+from tools.gpu_check_part import open_device
 from tools.mill import VOCAB, reference
 from tools.torch_mill import TorchMill, mill_sample
 
 PROMPTS = {1: [5, 6, 7], 2: [11, 12, 13, 14, 15, 16], 3: [40, 3]}
 SLEEP_S = 0.003
-SLOW = ("", "forward", "copy", "schedule")  # streams; "": none
+SLEEPS_BEFORE = {"forward": "gather", "copy": "result", "schedule": "upload", "lengths": "early lengths"}  # launches
 # Each step: pages that an entry gets, entries that decode, entries whose whole prompt comes in.
 STEPS: list[tuple[dict[int, list[int]], list[int], list[int]]] = [
     ({1: [1, 2, 3, 4]}, [], [1]),
@@ -39,6 +44,8 @@ STEPS: list[tuple[dict[int, list[int]], list[int], list[int]]] = [
     ({}, [2, 1], []),
     ({}, [1, 2], []),
 ]
+# What is in the cache of the rows that each step samples, once it has run.
+LENGTHS = [[3], [4, 6], [5, 7], [8, 6], [7, 9], [10, 2], [11, 3], [4, 12]]
 
 
 def expected() -> list[list[int]]:
@@ -71,29 +78,29 @@ def sample_numpy(*arrays: Any) -> None:
     mill_sample(logits, nothing, nothing, nothing, nothing, nothing, nothing, out)
 
 
-class Slow:
-    """Kernels of which those on one stream take long."""
+class SlowDevice:
+    """Everything of `device`, but one launch of each step on the stream of that name takes long."""
 
-    def __init__(self, kernels: StepKernels, kind: str, stream: str) -> None:
-        self._kernels, self._kind, self._stream = kernels, kind, stream
+    def __init__(self, device: Device, kind: str, stream: str) -> None:
+        self._device, self._kind = device, kind
+        self._name = SLEEPS_BEFORE.get(stream)
 
     def __getattr__(self, name: str) -> Any:
-        stream = {"upload": "schedule", "gather": "forward", "deliver": "copy"}.get(name)
-        act = getattr(self._kernels, name)
-        if stream != self._stream:
-            return act
+        return getattr(self._device, name)
 
-        def slow(*arguments: Any) -> None:
+    def launch(self, stream: Stream, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str) -> None:
+        """See `protocol.Device`."""
+
+        def slow() -> None:
             sleep(self._kind, SLEEP_S)
-            act(*arguments)
+            fn()
 
-        return slow
+        act = slow if name == self._name else fn
+        self._device.launch(stream, act, reads=reads, writes=writes, name=name)
 
 
-def run_steps(kind: str, device: Device, slow: str) -> list[list[int]]:
-    """Queue all steps at once, wait for them, and return the tokens of each."""
-    config = small_config()
-    layout, results = StepLayout(config), ResultLayout(config)
+def make_program(kind: str, device: Any, config: ServerConfig, early_lengths: bool) -> StepProgram:
+    """The step program with the mill, and the prompts in its ledger; its graphs are captured."""
     mill = TorchMill(config.pages, config.page_size, config.max_len, "cuda" if kind == "cuda" else "cpu")
     kernels: Any
     model: Any
@@ -101,36 +108,72 @@ def run_steps(kind: str, device: Device, slow: str) -> list[list[int]]:
     if kind == "cuda":
         from gpu.kernels.triton_step import TritonStepKernels
 
-        kernels = TritonStepKernels.of(config)
-        model, sampler = mill, mill_sample
+        kernels, model, sampler = TritonStepKernels.of(config), mill, mill_sample
     else:
         from gpu.kernels.host_step import HostStepKernels
 
-        kernels = HostStepKernels.of(config)
-        model, sampler = NumpyMill(mill), sample_numpy
+        kernels, model, sampler = HostStepKernels.of(config), NumpyMill(mill), sample_numpy
     ledger = np.zeros((config.rows, config.max_len), np.int32)
     for entry, prompt in PROMPTS.items():
         ledger[entry, : len(prompt)] = prompt
-    program = StepProgram(device, config, model, Slow(kernels, kind, slow), sampler, ledger)
+    program = StepProgram(device, config, model, kernels, sampler, ledger, early_lengths=early_lengths)
     program.capture()
+    return program
+
+
+def note_lengths(device: Any, program: StepProgram) -> Any:
+    """Have whoever wants lengths early look at each copy behind its event: i32[steps, rows], filled as steps run."""
+    early = program.early_lengths
+    assert early is not None
+    queue, counted = early.queue, iter(range(len(STEPS)))
+    seen = device.buffer((len(STEPS), early.copies[0].array.shape[0]), np.int32, "seen")
+
+    def queue_and_look(lane: Lane) -> None:
+        queue(lane)
+        copy, number = early.copies[lane.index], next(counted)
+
+        def look() -> None:
+            target = seen.array[number]
+            if isinstance(target, np.ndarray):
+                np.copyto(target, copy.array)
+            else:
+                target.copy_(copy.array, non_blocking=True)
+
+        device.launch(early.stream, look, reads=(copy.region(),), writes=(seen.region(),), name="look at lengths")
+
+    vars(early)["queue"] = queue_and_look
+    return seen
+
+
+def fill(view: Any, number: int) -> None:
+    """Write step `number` into its descriptor."""
+    fills, decode, prompts = STEPS[number]
+    view.step, view.kind = number, STEP_MIXED if prompts else STEP_DECODE
+    view.n_decode, view.n_chunks = len(decode), len(prompts)
+    view.decode_entries[: len(decode)] = decode
+    writes = [(entry, i, page) for entry, pages in fills.items() for i, page in enumerate(pages)]
+    for i, write in enumerate(writes):
+        view.slot_writes[:, i] = write
+    for i, entry in enumerate(fills):
+        view.set_sampling(i, entry, 0.0, 1.0, 0.0, 0, 1)
+    view.n_slot_writes, view.n_sampling = len(writes), len(fills)
+    for i, row in enumerate(prompts):
+        entry = 1 if row == 3 else row
+        view.chunks[:5, i] = (entry, row, 0, len(PROMPTS[row]), 1)
+
+
+def run_steps(kind: str, device: Any, early_lengths: bool) -> str:
+    """Queue all steps at once and wait for them; what is wrong with what they gave."""
+    config = small_config()
+    layout, results = StepLayout(config), ResultLayout(config)
+    program = make_program(kind, device, config, early_lengths)
+    seen = note_lengths(device, program) if early_lengths else None
     tokens: list[list[int]] = []
-    for number, (fills, decode, prompts) in enumerate(STEPS):
+    for number in range(len(STEPS)):
         payload, answer = np.zeros(layout.nbytes // 4, np.int32), np.zeros(results.nbytes // 4, np.int32)
         slot = StepSlot.on(device, layout, payload, f"step{number}")
         kept = ResultSlot.on(device, results, answer, f"result{number}")
-        view = slot.view
-        view.step, view.kind = number, STEP_MIXED if prompts else STEP_DECODE
-        view.n_decode, view.n_chunks = len(decode), len(prompts)
-        view.decode_entries[: len(decode)] = decode
-        writes = [(entry, i, page) for entry, pages in fills.items() for i, page in enumerate(pages)]
-        for i, write in enumerate(writes):
-            view.slot_writes[:, i] = write
-        for i, entry in enumerate(fills):
-            view.set_sampling(i, entry, 0.0, 1.0, 0.0, 0, 1)
-        view.n_slot_writes, view.n_sampling = len(writes), len(fills)
-        for i, row in enumerate(prompts):
-            entry = 1 if row == 3 else row
-            view.chunks[:5, i] = (entry, row, 0, len(PROMPTS[row]), 1)
+        fill(slot.view, number)
 
         def complete(result: Any = kept.view) -> None:
             tokens.append(result.tokens[0, : result.n_rows].tolist())
@@ -139,7 +182,12 @@ def run_steps(kind: str, device: Device, slow: str) -> list[list[int]]:
     device.synchronize()
     while not done.query():
         device.check()
-    return tokens
+    if tokens != expected():
+        return f"tokens {tokens} instead of {expected()}"
+    if seen is None:
+        return ""
+    lengths = [row[: len(wanted)] for row, wanted in zip(seen.array.tolist(), LENGTHS, strict=True)]
+    return "" if lengths == LENGTHS else f"lengths {lengths} instead of {LENGTHS}"
 
 
 def small_config() -> ServerConfig:
@@ -155,49 +203,46 @@ def small_config() -> ServerConfig:
     )  # fmt: skip
 
 
-def attempt(kind: str, edge: Edge | None, slow: str) -> tuple[MutatedDevice, OrderChecker, bool]:
-    """One run: the device with the edges it heard of, what the checker found, and whether all tokens were right."""
+def attempt(kind: str, wanted: Run) -> Outcome:
+    """One run, whatever comes of it."""
     checker = OrderChecker(collect=True)
+    edge = None if wanted.edge is None else Edge(*wanted.edge)
     device = open_device(kind, checker)
-    mutated = MutatedDevice(device, edge)
+    slow: Any = SlowDevice(device, kind, wanted.slow)
+    mutated = MutatedDevice(slow, edge, "early" if wanted.how == "early" else "drop")
     try:
-        right = run_steps(kind, mutated, slow) == expected()
-    except Exception:  # with an edge missing, a fault is one of the ways to be wrong
-        if edge is None:
-            raise
-        right = False
-    finally:
-        _close(device)
-    return mutated, checker, right
-
-
-def _close(device: Device) -> None:
+        wrong = run_steps(kind, mutated, wanted.early_lengths)
+    except Exception as error:  # noqa: BLE001 - with an edge missing, a fault is one of the ways to be wrong
+        wrong = repr(error)[:500]
     try:
         device.close()
     except Exception as error:  # noqa: BLE001 - a mutant may have broken the device; the run's own outcome counts
-        print(f"close: {error}")
+        print(f"close: {error}", file=sys.stderr)
+    flagged = str(checker.violations[0]) if checker.violations else ""
+    return Outcome(flagged, wrong, mutated.mutated, [list(edge) for edge in mutated.edges], is_usable(kind))
 
 
-def step(options: Options, figures: Figures) -> None:
-    """With all edges: right and unflagged, whatever is slow. Without one: flagged."""
-    kind = options.device
-    edges: dict[Edge, int] = {}
-    for slow in SLOW:
-        mutated, checker, right = attempt(kind, None, slow)
-        assert not checker.violations, str(checker.violations[0])
-        assert right, f"wrong tokens with a slow {slow or 'nothing'}"
-        edges |= mutated.edges
-    figures.add("all edges", f"right and unflagged in {len(SLOW)} runs of {len(STEPS)} steps")
-    unflagged = []
-    for edge in edges:
-        runs = [attempt(kind, edge, slow) for slow in SLOW]
-        flagged = all(checker.violations for _, checker, _ in runs)
-        wrong = sum(not right for _, _, right in runs)
-        figures.add(f"without '{edge}'", f"{'flagged' if flagged else 'NOT flagged'}, wrong in {wrong} of {len(runs)}")
-        if not flagged:
-            unflagged.append(str(edge))
-    assert not unflagged, f"not flagged: {', '.join(unflagged)}"
+def is_usable(kind: str) -> bool:
+    """Whether the device still works: an error of CUDA stays for the whole process."""
+    if kind != "cuda":
+        return True
+    try:
+        torch.cuda.synchronize()
+        return int(torch.ones(4, device="cuda").sum()) == 4
+    except Exception as error:  # noqa: BLE001 - whatever it says, nothing more can be run here
+        print(f"broken: {error}", file=sys.stderr)
+        return False
+
+
+def main() -> None:
+    """Do the runs that come in; only answers go to whoever reads them, all else that is printed to stderr."""
+    answers = os.fdopen(os.dup(sys.stdout.fileno()), "w")
+    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())
+    write = partial(print, file=answers, flush=True)
+    write("ready")
+    for line in sys.stdin:
+        write(json.dumps(asdict(attempt(sys.argv[1], Run(**json.loads(line))))))
 
 
 if __name__ == "__main__":
-    run({"step": step})
+    main()
