@@ -57,6 +57,7 @@ class TracedDevice(AdversaryDevice):
 
 def run(device: TracedDevice, change: Callable[[Any], None] = lambda _: None) -> list[list[int] | None]:
     bench = TorchBench(device)
+    device._guard_inside.watch(bench.program._model._positions)  # type: ignore[attr-defined]
     change(bench.program)
     issued = bench.queue(STEPS)
     device.synchronize()
