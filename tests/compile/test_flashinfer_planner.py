@@ -93,11 +93,11 @@ def test_the_decode_module_compiles(library: Any) -> None:
     compile_module(modules.gen_batch_decode_module(*kinds, torch.int32, SHAPE.dim, SHAPE.dim, 0, False, False))
 
 
-def test_the_module_for_lengths_on_the_device_compiles(library: Any) -> None:
+@pytest.mark.parametrize(("group", "dim"), [(SHAPE.heads // SHAPE.kv_heads, SHAPE.dim), (3, 64)], ids=["8B", "135M"])
+def test_the_module_for_lengths_on_the_device_compiles(library: Any, group: int, dim: int) -> None:
     from flashinfer.jit.xqa import gen_xqa_module
 
-    group = SHAPE.heads // SHAPE.kv_heads
-    compile_module(gen_xqa_module(SHAPE.dtype, SHAPE.dtype, SHAPE.page_size, SHAPE.dim, group, False, SHAPE.dtype))
+    compile_module(gen_xqa_module(SHAPE.dtype, SHAPE.dtype, SHAPE.page_size, dim, group, False, SHAPE.dtype))
 
 
 def random_lengths(rng: np.random.Generator, live: int) -> np.ndarray:
