@@ -54,6 +54,11 @@ def serve(
     prefill_chunk: opt.PrefillChunk = 512,
     drain_seconds: opt.DrainSeconds = 30.0,
     poison: opt.Poison = False,
+    speculate: opt.Speculate = "off",
+    draft_tokens: opt.DraftTokens = 3,
+    draft_when: opt.DraftWhen = "auto",
+    ngram_shared: opt.NgramShared = False,
+    log_seconds: opt.LogSeconds = 10.0,
     check_order: opt.CheckOrder = False,
 ) -> None:
     """Serve MODEL over HTTP, as the OpenAI API, until SIGTERM or Ctrl-C."""

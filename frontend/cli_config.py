@@ -14,9 +14,12 @@ from pathlib import Path
 from procs.model_download import Progress
 from procs.model_files import PACKAGED_MODELS, read_model_info, resolve_model
 from procs.model_memory import kv_bytes_per_token, memory_available, memory_needed, require_memory
-from shm.config import DTYPES, ConfigError, ModelInfo, ServerConfig
+from procs.tokenizer_files import load_tokenizer
+from shm.config import DRAFTERS, DTYPES, ConfigError, ModelInfo, ServerConfig
+from shm.limits import WINDOW_MAX
 
 HOST_PAGE_MULTIPLE = 16  # keys that the host device's attention works on at once
+STANDALONE = "standalone"  # what a model that drafts is called in the configuration
 CUDA_DRIVER = "libcuda.so.1"
 KV_TOKENS_DEFAULT = 65536
 KV_TOKENS_LEAST = 2048  # below this a default is of no use: too little memory is told instead
@@ -47,6 +50,11 @@ class Wanted:
     api_key: str | None = None
     served_model_name: str | None = None
     threads: int | None = None
+    speculate: str = "off"
+    draft_tokens: int = 3
+    draft_when: str = "auto"
+    ngram_shared: bool = False
+    log_seconds: float = 10.0
     poison: bool = False
     check_order: bool = False
 
@@ -57,14 +65,16 @@ def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
     Raises CliError for an option that cannot be, ModelError for a model that cannot be served or does not fit.
     """
     _require_usable_key(wanted.api_key)
+    _require_drafts(wanted.draft_tokens)
     if wanted.device == "cuda":
         _require_driver()
     path = resolve_model(wanted.model, progress)
     is_path = wanted.model not in PACKAGED_MODELS and Path(wanted.model).expanduser().exists()
     info = read_model_info(path, None if is_path else wanted.model)
     name = info.name if wanted.served_model_name is None else wanted.served_model_name
+    drafter = _read_drafter(wanted.speculate, path, progress)
     try:
-        config = _sized(wanted, info, name)
+        config = _sized(wanted, info, name, drafter)
     except ConfigError as error:
         raise CliError(f"{flag(error.option)}: {error.message}") from None
     if config.device == "host" and config.page_size % HOST_PAGE_MULTIPLE:
@@ -79,6 +89,22 @@ def _require_usable_key(key: str | None) -> None:
     """A key that a header cannot carry as it is would lock everybody out. Raises CliError."""
     if key is not None and not (key.isascii() and key.isprintable() and key == key.strip()):
         raise CliError("--api-key: it may hold printable ASCII characters only, and no blank at either end")
+
+
+def _read_drafter(speculate: str, target: Path, progress: Progress) -> ModelInfo | None:
+    """The model that shall draft for the one at `target`, if a model shall. Raises CliError for other tokens."""
+    if speculate == "off" or (speculate in DRAFTERS and speculate != STANDALONE):
+        return None
+    path = resolve_model(speculate, progress)
+    info = read_model_info(path)
+    if load_tokenizer(path).get_vocab() != load_tokenizer(target).get_vocab():
+        raise CliError(f"--speculate: {speculate} has other tokens than the model that it shall draft for")
+    return info
+
+
+def _require_drafts(draft_tokens: int) -> None:
+    if not 1 <= draft_tokens < WINDOW_MAX:
+        raise CliError(f"--draft-tokens: must be 1 to {WINDOW_MAX - 1}, got {draft_tokens}")
 
 
 def _require_driver() -> None:
@@ -99,7 +125,7 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _sized(wanted: Wanted, info: ModelInfo, name: str) -> ServerConfig:
+def _sized(wanted: Wanted, info: ModelInfo, name: str, drafter: ModelInfo | None) -> ServerConfig:
     def build(kv_tokens: int, max_len: int) -> ServerConfig:
         return ServerConfig(
             model=info,
@@ -118,19 +144,27 @@ def _sized(wanted: Wanted, info: ModelInfo, name: str) -> ServerConfig:
             api_key=wanted.api_key,
             drain_seconds=wanted.drain_seconds,
             threads=usable_cpus() if wanted.threads is None else wanted.threads,
+            speculate=wanted.speculate if drafter is None else STANDALONE,
+            drafter=drafter,
+            window=window,
+            draft_when=wanted.draft_when,  # type: ignore[arg-type]
+            ngram_shared=wanted.ngram_shared,
+            log_seconds=wanted.log_seconds,
             poison=wanted.poison,
             check_order=wanted.check_order,
         )
 
     dtype = wanted.dtype or DTYPES.get(wanted.device, DTYPES["host"])[0]  # a device that is none is refused by its name
     page = max(1, wanted.page_size)  # a page of 0 is refused below, by its name
+    window = 1 if wanted.speculate == "off" else 1 + wanted.draft_tokens
     kv_tokens, max_len = wanted.kv_tokens, wanted.max_len
     if kv_tokens is None:
         least_len = 2 if max_len is None else max_len
-        least = -(-(least_len + 2) // page) * page  # what one such request and twice a window of 1 need
+        least = -(-(least_len + 2 * window) // page) * page  # what one such request and two windows need
         kv_tokens = max(least, _kv_tokens_default(build(least, least_len)))
     if max_len is None:
-        max_len = max(2, min(info.context_len, kv_tokens // page * page - 2))
+        context_len = info.context_len if drafter is None else min(info.context_len, drafter.context_len)
+        max_len = max(2, min(context_len, kv_tokens // page * page - 2 * window))
     return build(kv_tokens, max_len)
 
 

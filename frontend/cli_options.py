@@ -130,6 +130,42 @@ DrainSeconds = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
+Speculate = Annotated[
+    str,
+    typer.Option(
+        help="What drafts tokens for the model to take or refuse, several in one step. The answers are the same. "
+        "off: nothing. ngram: what once followed on the last tokens in the request's own text. Or a smaller model with "
+        "the same tokens, given as MODEL is.",
+        rich_help_panel=RUNNING,
+    ),
+]
+DraftTokens = Annotated[
+    int,
+    typer.Option(
+        help="Tokens that are drafted in a step. More: longer leaps where drafts are good, more lost work where not.",
+        rich_help_panel=RUNNING,
+    ),
+]
+DraftWhen = Annotated[
+    Literal["auto", "always"],
+    typer.Option(help="auto: as long as it is measured to pay.", rich_help_panel=RUNNING),
+]
+NgramShared = Annotated[
+    bool,
+    typer.Option(
+        "--ngram-shared",
+        help="With --speculate ngram, look in what other requests have read and written as well.",
+        rich_help_panel=RUNNING,
+    ),
+]
+LogSeconds = Annotated[
+    float,
+    typer.Option(
+        help="Seconds between two lines about what the server does (requests, tokens/s, accept length, cache, gap); 0: "
+        "none.",
+        rich_help_panel=RUNNING,
+    ),
+]
 Poison = Annotated[
     bool, typer.Option(help="Debugging: overwrite memory that is given back. Slower.", rich_help_panel=RUNNING)
 ]

@@ -88,6 +88,9 @@ class ServeReport:
         self._line.end()
         tell(text)
 
+    def log(self, text: str) -> None:
+        tell(text)
+
     def failed(self, text: str) -> None:
         self._line.end()
         tell(text)
@@ -107,6 +110,9 @@ class QuietReport:
     def ready(self) -> None:
         self._line.end()
         self._on_ready()
+
+    def log(self, text: str) -> None:
+        """Nothing: one answer needs no log."""
 
     def note(self, text: str) -> None:
         pass

@@ -16,7 +16,8 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from shm.control import READY, STAGES, Control
-from shm.stats import BUCKETS_S, Histogram, Stats, StatsWriter
+from shm.limits import WINDOW_MAX
+from shm.stats import BUCKETS_S, Histogram, Stats, StatsWriter, accepted_runs
 
 Outcome = Literal["finished", "aborted", "rejected", "refused", "errors"]
 OUTCOMES: tuple[Outcome, ...] = ("finished", "aborted", "rejected", "refused", "errors")
@@ -44,6 +45,10 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
     ("scheduler", "retractions_total"): ("retractions", "Times a running request gave up its pages and queued again"),
     ("scheduler", "prompt_tokens_total"): ("prompt_tokens", "Prompt tokens of admitted requests"),
     ("scheduler", "prefix_hit_tokens_total"): ("prefix_hit_tokens", "Prompt tokens found in the prefix cache"),
+    ("scheduler", "drafted_tokens_total"): (
+        "drafted_tokens",
+        "Tokens drafted for the model to take or refuse",
+    ),
     ("scheduler", "pages_total"): ("pages", "Pages of the KV cache"),
     ("scheduler", "pages_free"): ("pages_free", "Pages that hold nothing"),
     ("scheduler", "pages_cached"): ("pages_cached", "Pages that the prefix cache alone holds"),
@@ -51,6 +56,7 @@ NAMES: dict[tuple[str, str], tuple[str, str]] = {
 }
 # Told as stepahead_requests_total with a label.
 _HIDDEN = {("frontend", f"{outcome}_total") for outcome in OUTCOMES}
+_HIDDEN |= {("scheduler", accepted_runs(drafts)) for drafts in range(WINDOW_MAX)}
 
 
 class Meter:
@@ -113,6 +119,14 @@ class _Segments(Collector):
             assert isinstance(count, int)
             requests.add_metric([outcome], count)
         yield requests
+        windows = CounterMetricFamily(
+            "stepahead_windows", "Rows of steps with drafts by how many drafts were accepted", labels=["accepted"]
+        )
+        for drafts in range(WINDOW_MAX):
+            count = values["scheduler"][accepted_runs(drafts)]
+            assert isinstance(count, int)
+            windows.add_metric([str(drafts)], count)
+        yield windows
         for stage, block in values.items():
             for name, value in block.items():
                 if (stage, name) not in _HIDDEN:

@@ -9,12 +9,20 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 from frontend.errors import ApiError
 from frontend.metrics import Meter
 from shm.ledger import Ledger
 from shm.limits import GENERATION_MAX
+
+
+class Drafts(NamedTuple):
+    """What drafting has done for a row."""
+
+    steps: int  # that had drafts
+    drafted: int  # tokens in them
+    accepted: int  # of those the ones that are in the output
 
 
 class Row:
@@ -24,6 +32,7 @@ class Row:
         "accepted",
         "arrival_ns",
         "count",
+        "drafts",
         "exchange",
         "finish",
         "generation",
@@ -47,6 +56,7 @@ class Row:
         self.finish: str | None = None
         self.prompt_tokens = 0
         self.count = 0  # output tokens received
+        self.drafts = Drafts(0, 0, 0)
         self.text: list[str] = []  # received and not yet taken
         self.ids: list[int] = []  # likewise, kept only on request
         self.prompt_ids: list[int] = []
@@ -189,7 +199,8 @@ class RowTable:
             self._free_row(row)
 
     def _finish(self, row: Row, finish: str) -> None:
-        row.finish = finish
+        row.finish, ledger, number = finish, self._ledger, row.number
+        row.drafts = Drafts(*(int(plane[number]) for plane in (ledger.draft_steps, ledger.drafted, ledger.accepted)))
         if finish == "abort":
             row.exchange.fail(ApiError(503, "the server ended this request before it was done", code="aborted"))
         elif finish == "error":

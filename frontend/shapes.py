@@ -13,11 +13,24 @@ from frontend.rows import Exchange, Row
 from frontend.schema import Work
 
 
-def usage_of(exchange: Exchange) -> dict[str, int]:
-    """Token counts over all choices; the completion counts include the end-of-sequence token."""
+def usage_of(exchange: Exchange) -> dict[str, Any]:
+    """Token counts over all choices; the completion counts include the end-of-sequence token.
+
+    Where tokens were drafted, OpenAI's details of the completion say how many were taken and how many not, and
+    `accept_length` how many tokens a step with drafts brought.
+    """
     prompt = sum(row.prompt_tokens for row in exchange.rows)
     completion = sum(row.count for row in exchange.rows)
-    return {"prompt_tokens": prompt, "completion_tokens": completion, "total_tokens": prompt + completion}
+    usage: dict[str, Any] = {"prompt_tokens": prompt, "completion_tokens": completion}
+    usage["total_tokens"] = prompt + completion
+    steps, drafted, accepted = (sum(numbers) for numbers in zip(*(row.drafts for row in exchange.rows), strict=True))
+    if steps:
+        usage["completion_tokens_details"] = {
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": drafted - accepted,
+            "accept_length": round(1 + accepted / steps, 3),
+        }
+    return usage
 
 
 class ChatShape:

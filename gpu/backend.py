@@ -18,7 +18,7 @@ from gpu.device.protocol import Device, Observer
 from gpu.kernels.step_kernels import Array
 from gpu.models.weights import WeightSource, open_weights
 from gpu.step import StepProgram
-from shm.config import ServerConfig
+from shm.config import ModelInfo, ServerConfig
 from shm.records import ResultLayout, StepView
 
 Progress = Any  # Callable[[str], None] | None
@@ -78,22 +78,39 @@ def _open_host(
     config: ServerConfig, weights: WeightSource, ledger_tokens: Array, progress: Progress, checks: Checks
 ) -> tuple[Device, StepProgram]:
     from gpu.device.host import HostDevice
+    from gpu.drafters.drafter import Drafter
+    from gpu.drafters.ngram import NgramDrafter
+    from gpu.drafters.standalone import StandaloneDrafter
+    from gpu.kernels.columns import HostColumns
     from gpu.kernels.host_step import HostStepKernels
+    from gpu.kernels.ngram import HostNgramKernels
     from gpu.kernels.sampling import sample
+    from gpu.kernels.team import Team
     from gpu.models.llama import HostLlama
 
-    model = HostLlama(
-        config.model,
-        weights,
-        dtype=config.dtype,
-        page_size=config.page_size,
-        pages=config.pages,
-        pages_per_row=config.pages_per_row,
-        max_tokens=config.pass_tokens,
-        max_seqs=ResultLayout(config).max_rows,
-        threads=config.threads,
-        progress=progress,
-    )
+    def load(info: ModelInfo, source: WeightSource, team: Team | None) -> HostLlama:
+        return HostLlama(
+            info,
+            source,
+            dtype=config.dtype,
+            page_size=config.page_size,
+            pages=config.pages,
+            pages_per_row=config.pages_per_row,
+            max_tokens=config.pass_tokens,
+            max_seqs=ResultLayout(config).max_rows * config.window,
+            threads=config.threads,
+            progress=progress,
+            team=team,
+        )
+
+    model = load(config.model, weights, None)
     device = HostDevice(checks.observer, checks.guard)
     sampler: Any = partial(sample, team=model.team)
-    return device, StepProgram(device, config, model, HostStepKernels.of(config), sampler, ledger_tokens)
+    drafter: Drafter | None = None
+    if config.speculate == "ngram":
+        drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
+    elif config.drafter is not None:
+        draft_model = load(config.drafter, open_weights(config.drafter), model.team)
+        drafter = StandaloneDrafter(device, config, draft_model, HostColumns())
+    kernels = HostStepKernels.of(config)
+    return device, StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from gpu.device.protocol import Buffer, Device, Regions
-from gpu.kernels.step_kernels import Array, Extents, PassShape, Rows, StepKernels, Tables
+from gpu.kernels.step_kernels import Array, Extents, Gained, PassShape, Rows, StepKernels, Tables
 from gpu.lanes import Lane
 from gpu.relay import Relay
 from gpu.sampling_table import SamplingTable
@@ -26,18 +26,18 @@ class PassArrays:
 
     model: tuple[Any, ...]  # arguments of Model.forward
     sampler: tuple[Any, ...]  # arguments of a sampler
-    entries: Array  # i32[samples]
-    lengths: Array  # i32[samples]
-    sampled: Array  # i32[samples]
+    targets: Array  # i32[samples] what it makes
+    gained: Gained
+    entries: Array  # i32[gainers]
 
 
 class Batch:
-    """The buffers of one pass, sized for the largest one; see `kernels.step_kernels.Rows` for what each holds."""
+    """The buffers of one pass, sized for the largest one; see `kernels.step_kernels` for what each holds."""
 
     def __init__(self, device: Device, config: ServerConfig) -> None:
         self.max_rows = ResultLayout(config).max_rows
         self.max_tokens = config.pass_tokens
-        rows, tokens = self.max_rows, self.max_tokens
+        rows, tokens, samples = self.max_rows, self.max_tokens, self.max_rows * config.window
 
         def buffer(shape: tuple[int, ...], dtype: type[np.generic], name: str) -> Buffer:
             return device.buffer(shape, dtype, f"batch.{name}")
@@ -48,13 +48,15 @@ class Batch:
         self.pages = buffer((rows, config.pages_per_row), np.int32, "pages")
         self.starts = buffer((rows + 1,), np.int32, "starts")
         self.ends = buffer((rows,), np.int32, "ends")
-        self.logit_rows = buffer((rows,), np.int32, "logit_rows")
         self.entries = buffer((rows,), np.int32, "entries")
-        self.places = buffer((rows,), np.int32, "places")
-        self.real = buffer((3, rows), np.float32, "real")
-        self.top_k = buffer((rows,), np.int32, "top_k")
-        self.seed = buffer((rows,), np.uint64, "seed")
-        self.logits = buffer((rows, config.model.vocab_size), np.float32, "logits")
+        self.newest = buffer((rows,), np.int32, "newest")
+        self.logit_rows = buffer((samples,), np.int32, "logit_rows")
+        self.places = buffer((samples,), np.int32, "places")
+        self.real = buffer((3, samples), np.float32, "real")
+        self.top_k = buffer((samples,), np.int32, "top_k")
+        self.seed = buffer((samples,), np.uint64, "seed")
+        self.targets = buffer((samples,), np.int32, "targets")
+        self.logits = buffer((samples, config.model.vocab_size), np.float32, "logits")
         model = (self.tokens, self.positions, self.seqs, self.pages, self.logit_rows, self.starts, self.ends)
         sampler = (self.places, self.real, self.top_k, self.seed)
         self.model_inputs: Regions = tuple(b.region() for b in model)
@@ -76,11 +78,10 @@ class Batch:
             pages=self.pages.array,
             starts=self.starts.array,
             ends=self.ends.array,
-            logit_rows=self.logit_rows.array,
             entries=self.entries.array,
             lengths=lane.lengths.array,
+            logit_rows=self.logit_rows.array,
             places=self.places.array,
-            counts=lane.counts,
             real=self.real.array,
             top_k=self.top_k.array,
             seed=self.seed.array,
@@ -88,17 +89,17 @@ class Batch:
 
     def arrays(self, lane: Lane, shape: PassShape) -> PassArrays:
         """What a pass of `shape` in `lane` works on."""
-        rows, tokens, samples = self.rows(lane), shape.tokens, shape.samples
-        logits, sampled = self.logits.array[:samples], lane.sampled[:samples]
+        rows, tokens, samples, gainers = self.rows(lane), shape.tokens, shape.samples, shape.gainers
+        logits, targets = self.logits.array[:samples], self.targets.array[:samples]
         extents = Extents(rows.starts[: shape.rows + 1], rows.ends[: shape.rows], shape.longest)
         token_planes = (rows.tokens[:tokens], rows.positions[:tokens], rows.seqs[:tokens])
         parameters = (*(real[:samples] for real in rows.real), rows.top_k[:samples], rows.seed[:samples])
         return PassArrays(
             model=(*token_planes, rows.pages[: shape.rows], rows.logit_rows[:samples], logits, extents),
-            sampler=(logits, *parameters, rows.places[:samples], sampled),
-            entries=rows.entries[:samples],
-            lengths=rows.lengths[:samples],
-            sampled=sampled,
+            sampler=(logits, *parameters, rows.places[:samples], targets),
+            targets=targets,
+            gained=Gained(lane.counts[:gainers], lane.gained, self.newest.array[:gainers]),
+            entries=rows.entries[:gainers],
         )
 
 

@@ -10,16 +10,23 @@ from typing import Any, NamedTuple
 import torch
 
 from gpu.device.cuda import CudaDevice
+from gpu.device.cuda_api import CudaApi
 from gpu.device.guard import LaunchGuard
 from gpu.device.protocol import Device, Observer
+from gpu.drafters.drafter import Drafter
+from gpu.drafters.ngram import NgramDrafter
+from gpu.drafters.standalone import StandaloneDrafter
+from gpu.kernels.columns import TorchColumns
 from gpu.kernels.cuda_sampling_work import CHUNK, scratch_words
 from gpu.kernels.flashinfer_attention import Shape, choose
 from gpu.kernels.step_kernels import Array
+from gpu.kernels.triton_ngram import TritonNgramKernels
 from gpu.kernels.triton_sampling import sample
 from gpu.kernels.triton_step import TritonStepKernels
 from gpu.models.cuda_llama import CudaLlama, Weights
+from gpu.models.weights import open_weights
 from gpu.step import Sampler, StepProgram
-from shm.config import ServerConfig
+from shm.config import ModelInfo, ServerConfig
 from shm.records import ResultLayout
 
 
@@ -43,31 +50,48 @@ def make_parts(
     capability: of the GPU, so that FlashInfer can be taken where it is installed and fits; None for our own attention.
     Raises ValueError for a model that the kernels do not support, MemoryError if the device is too small.
     """
-    max_rows = ResultLayout(config).max_rows
-    model = CudaLlama(
-        config.model,
+    samples = ResultLayout(config).max_rows * config.window
+    model = load_model(config, config.model, weights, progress, device)
+    if capability is not None:
+        info, kind = config.model, model.k_cache.dtype
+        heads = (info.num_heads, info.num_kv_heads, info.head_dim)
+        shape = Shape(*heads, config.page_size, config.pages_per_row, kind, model.k_cache.device)
+        # See PassPlans: with drafts nobody but the device knows how long a row is.
+        choice = choose(model.attention, shape, capability, host_lengths=config.window == 1)
+        model.attention = choice.attention
+        if progress is not None:
+            progress(f"attention: {choice.reason}")
+    words = scratch_words(samples, config.model.vocab_size, CHUNK)
+    scratch = torch.zeros(words, dtype=torch.int64, device=device)
+    sampler: Any = partial(sample, scratch=scratch)
+    return Parts(model, TritonStepKernels.of(config), sampler)
+
+
+def load_model(config: ServerConfig, info: ModelInfo, weights: Weights, progress: Any, device: str) -> CudaLlama:
+    """A model with the pages of the server's cache, for passes as large as the server's."""
+    return CudaLlama(
+        info,
         weights,
         dtype=config.dtype,
         page_size=config.page_size,
         pages=config.pages,
         pages_per_row=config.pages_per_row,
         max_tokens=config.pass_tokens,
-        max_seqs=max_rows,
+        max_seqs=ResultLayout(config).max_rows * config.window,
         device=device,
         progress=progress,
     )
-    if capability is not None:
-        info, kind = config.model, model.k_cache.dtype
-        heads = (info.num_heads, info.num_kv_heads, info.head_dim)
-        shape = Shape(*heads, config.page_size, config.pages_per_row, kind, model.k_cache.device)
-        choice = choose(model.attention, shape, capability, host_lengths=True)  # see PassPlans
-        model.attention = choice.attention
-        if progress is not None:
-            progress(f"attention: {choice.reason}")
-    words = scratch_words(max_rows, config.model.vocab_size, CHUNK)
-    scratch = torch.zeros(words, dtype=torch.int64, device=device)
-    sampler: Any = partial(sample, scratch=scratch)
-    return Parts(model, TritonStepKernels.of(config), sampler)
+
+
+def make_drafter(config: ServerConfig, device: Device, place: str, progress: Any) -> Drafter | None:
+    """What drafts, if anything does. place: torch's name of the device."""
+    if config.speculate == "ngram":
+        return NgramDrafter(device, config, TritonNgramKernels.of(config, place), shared=config.ngram_shared)
+    if config.drafter is None:
+        return None
+    model = load_model(config, config.drafter, open_weights(config.drafter), progress, place)
+    model.warm()
+    return StandaloneDrafter(device, config, model, TorchColumns())
 
 
 def open_cuda(
@@ -77,14 +101,20 @@ def open_cuda(
     progress: Any,
     observer: Observer | None,
     guard: LaunchGuard | None,
+    api: CudaApi | None = None,
 ) -> tuple[Device, StepProgram]:
-    """Open the GPU and make the program. Raises DeviceError if there is none; see also `make_parts`."""
-    device = CudaDevice(observer, guard=guard)  # first: without a GPU this is the clearest error
-    parts = make_parts(config, weights, progress, "cuda", torch.cuda.get_device_capability())
+    """Open the GPU and make the program. api: see `CudaDevice`. Raises DeviceError if there is no GPU; see also
+    `make_parts`.
+    """
+    device = CudaDevice(observer, guard=guard, api=api)  # first: without a GPU this is the clearest error
+    parts = make_parts(config, weights, progress, str(device.api.place), device.api.capability)
     if progress is not None:
         progress("compiling kernels")
     parts.model.warm()
     attention = parts.model.attention
     plan = attention.plan if attention.needs_host_lengths else None
-    program = StepProgram(device, config, parts.model, parts.kernels, parts.sampler, ledger_tokens, plan=plan)
+    drafter = make_drafter(config, device, str(device.api.place), progress)
+    program = StepProgram(
+        *(device, config, parts.model, parts.kernels, parts.sampler, ledger_tokens), drafter=drafter, plan=plan
+    )
     return device, program

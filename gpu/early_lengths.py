@@ -1,7 +1,8 @@
 """The early copy of the lengths: what a step has published, in pinned memory while the step still runs.
 
-Owns the lengths stream, its events and the pinned copies, one for each lane. Only programs whose model wants lengths
-on the CPU have it; the others have neither the stream nor the events. Never waits on the CPU.
+Owns the lengths stream, its events and the pinned copies, one for each lane. It is for whoever has to know lengths on
+the CPU before a step has ended and cannot work them out, as attention that is planned there could not with drafts. No
+server asks for it yet: then there are neither the stream nor the events. Never waits on the CPU.
 """
 
 from functools import partial

@@ -1,9 +1,10 @@
-"""Graphs of the decode step: one per padded batch size and lane, captured at start and replayed by a single call.
+"""Graphs of the decode step: one per padded batch size, window and lane, captured at start, replayed by a single call.
 
 Owns the sizes, the key and the captured graphs. A batch is padded to the next size. Never captures while serving: a key
 without a graph is an error, not a reason to stop and record one.
 """
 
+import itertools
 from bisect import bisect_left
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -19,6 +20,7 @@ class GraphKey:
     """All that a captured decode step depends on, for capture and for replay alike."""
 
     rows: int  # padded batch size
+    window: int  # tokens of each row
     lane: int  # the rotating buffers and events that it uses
 
 
@@ -35,27 +37,26 @@ def batch_sizes(max_running: int) -> tuple[int, ...]:
 class DecodeGraphs:
     """The captured decode steps of one program."""
 
-    def __init__(self, device: Device, stream: Stream, max_running: int, lanes: int) -> None:
+    def __init__(self, device: Device, stream: Stream, max_running: int, windows: tuple[int, ...], lanes: int) -> None:
         self._device = device
         self._stream = stream
+        self.windows = windows
         self._graphs: dict[GraphKey, Graph] = {}
         self.sizes = batch_sizes(max_running)
         self.lanes = lanes
 
     def capture(self, issue: Callable[[GraphKey], None]) -> int:
         """Record what `issue` queues on the stream, for every key. Returns how many graphs that makes."""
-        for rows in self.sizes:
-            for lane in range(self.lanes):
-                key = GraphKey(rows, lane)
-                with self._device.capture(self._stream) as graph:
-                    issue(key)
-                self._graphs[key] = graph
+        for key in itertools.starmap(GraphKey, itertools.product(self.sizes, self.windows, range(self.lanes))):
+            with self._device.capture(self._stream) as graph:
+                issue(key)
+            self._graphs[key] = graph
         return len(self._graphs)
 
-    def key(self, live: int, lane: int) -> GraphKey:
+    def key(self, live: int, window: int, lane: int) -> GraphKey:
         """The key that serves `live` rows. Asserts 1 <= live <= max_running."""
         assert 1 <= live <= self.sizes[-1], live
-        return GraphKey(self.sizes[bisect_left(self.sizes, live)], lane)
+        return GraphKey(self.sizes[bisect_left(self.sizes, live)], window, lane)
 
     def launch(self, key: GraphKey) -> None:
         """Queue one replay. Raises KeyError for a key that was never captured."""

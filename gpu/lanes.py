@@ -51,7 +51,7 @@ class ResultSlot:
         times = device.timestamp(f"begin{number}"), device.timestamp(f"end{number}")
         return cls(device.pinned(payload, name), layout.view(payload), *times)
 
-    def finish(self, rows: int, step: int) -> None:
+    def finish(self, rows: int, window: int, step: int) -> None:
         """Write what the device does not know into the header. Raises DeviceError for what it had to say.
 
         Runs as the first part of the host function behind the copy of the result.
@@ -59,11 +59,11 @@ class ResultSlot:
         view = self.view
         if view.fault != OK:
             raise DeviceError(explain(view.fault))
-        if rows and view.tokens[0, :rows].min() < 0:
-            faulty = np.flatnonzero(view.tokens[0, :rows] < 0).tolist()
-            raise DeviceError(f"logits of rows {faulty} hold NaN or no finite value")
-        view.n_rows = rows
-        view.window = 1
+        if rows:
+            last = view.tokens[view.counts[:rows] - 1, np.arange(rows)]
+            if last.min() < 0:
+                raise DeviceError(f"logits of rows {np.flatnonzero(last < 0).tolist()} hold NaN or no finite value")
+        view.n_rows, view.window = rows, window
         view.begin_ns, view.end_ns = self.begin.ns(), self.end.ns()
         view.step = step
 
@@ -105,19 +105,15 @@ class Lane:
         return self.outcome.array[self.results.counts_at : self.results.tokens_at]
 
     @property
-    def sampled(self) -> Array:
-        """i32[max_rows] the newest token of each row."""
-        return self.outcome.array[self.results.tokens_at : self.results.tokens_at + self.results.max_rows]
+    def gained(self) -> Array:
+        """i32[window, max_rows] the tokens that each row has gained, plane by plane."""
+        layout = self.results
+        return self.outcome.array[layout.tokens_at : layout.nbytes // 4].reshape(layout.window, layout.max_rows)
 
     @property
-    def counts_region(self) -> Regions:
-        """All of `counts`."""
-        return (self.outcome.rows(self.results.counts_at, self.results.tokens_at),)
-
-    @property
-    def sampled_region(self) -> Regions:
-        """All of `sampled`."""
-        return (self.outcome.rows(self.results.tokens_at, self.results.tokens_at + self.results.max_rows),)
+    def gained_region(self) -> Regions:
+        """All of `counts` and `gained`."""
+        return (self.outcome.rows(self.results.counts_at, self.results.nbytes // 4),)
 
 
 def make_lanes(device: Device, config: ServerConfig, kernels: StepKernels) -> tuple[Lane, ...]:

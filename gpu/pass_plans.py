@@ -25,7 +25,7 @@ class PassPlans:
 
     def __init__(self, device: Device, plan: Plan, entries: int) -> None:
         self._device = device
-        self._plan = plan
+        self._make = plan
         self._lengths = np.zeros(entries, np.int32)  # tokens of each entry in the cache once all that is queued has run
         self._sources = [device.pinned(np.zeros(1, np.int32), f"plan source {i}") for i in range(LANES)]
         self._target = device.buffer((1,), np.int32, "plan")
@@ -36,20 +36,25 @@ class PassPlans:
         """What a planned pass reads."""
         return (self._target.region(),)
 
+    @property
+    def memory(self) -> Any:
+        """i32[1] on the device: what stands for a plan, for models that keep theirs in it."""
+        return self._target.array
+
     def prepare(self, stream: Stream, rows: int) -> None:
         """Plan a pass of `rows` rows of padding, and wait for it: only before the first step."""
-        self._queue(stream, 0, np.zeros(0, np.int32), rows)
+        self._launch(stream, 0, np.zeros(0, np.int32), rows)
         self._device.synchronize()
 
-    def queue(self, stream: Stream, lane: Lane, step: StepView, rows: int) -> None:
+    def plan(self, stream: Stream, lane: Lane, step: StepView, rows: int) -> None:
         """Plan the pass of `step` on `stream`, over `rows` rows with padding. Raises DeviceError for a lane in use."""
         before = self._steps[lane.index]
         if before is not None and not before.query():
             raise DeviceError("a pass is planned in memory that a step in flight may still need")
         lengths = self._advance(step)
-        self._queue(stream, lane.index, lengths if step.kind == STEP_DECODE else None, rows)
+        self._launch(stream, lane.index, lengths if step.kind == STEP_DECODE else None, rows)
 
-    def queued(self, lane: Lane, completion: Completion) -> None:
+    def over_with(self, lane: Lane, completion: Completion) -> None:
         """The step of `lane` is over when `completion` says so."""
         self._steps[lane.index] = completion
 
@@ -62,8 +67,8 @@ class PassPlans:
         lengths: NDArray[np.int32] = self._lengths[decode]
         return lengths
 
-    def _queue(self, stream: Stream, number: int, lengths: NDArray[Any] | None, rows: int) -> None:
+    def _launch(self, stream: Stream, number: int, lengths: NDArray[Any] | None, rows: int) -> None:
         source = (self._sources[number].region(),)
         self._device.host_access(reads=(), writes=source, name="planning")
-        act = partial(self._plan, lengths, rows)
+        act = partial(self._make, lengths, rows)
         self._device.launch(stream, act, reads=source, writes=self.regions, name="plan")

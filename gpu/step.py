@@ -1,8 +1,8 @@
 """The step program: queues one step on the device's streams, from its descriptor to its result.
 
     schedule  wait fence(N-1) -> descriptor to the device -> slot and sampling writes -> staged
-    forward   wait staged -> begin -> gather -> fence(N) -> model -> sample -> publish lengths -> stash tokens -> end
-              -> done; for attention that is planned on the CPU, a plan stands behind begin
+    forward   wait staged -> begin -> gather -> fence(N) -> (draft) -> model -> sample -> accept (lengths are published)
+              -> (learn) -> stash tokens -> end -> done; a plan, for attention that needs one, stands behind begin
     lengths   wait published -> early copy of the lengths; only for programs that want them on the CPU
     copy      wait done -> result to pinned memory -> complete (head, release) -> left
 
@@ -10,8 +10,12 @@ Owns the streams, what lives on the device, and the order of all that touches it
 stays in the relay, so a step can be queued before the one in front of it has run. Never waits for the device, and
 never looks at a token or at the length of a running request.
 
-A decode step's pass, from gather to stash, is captured for every padded batch size and lane and replayed by one call; a
-step with chunks is queued operation by operation, by the same code.
+A decode row takes a window of tokens: its newest one, and what a drafter puts behind it. The target samples a token
+behind each of them, and a row gains those up to the first that no draft foresaw. Without a drafter windows are of one
+token, and all of this still holds.
+
+A decode step's pass, from gather to stash, is captured for every padded batch size, window and lane and replayed by one
+call; a step with chunks is queued operation by operation, by the same code.
 """
 
 from collections.abc import Callable
@@ -20,6 +24,7 @@ from typing import Any, Protocol
 
 from gpu.batch import Batch, Gather
 from gpu.device.protocol import Completion, Device, Regions
+from gpu.drafters.drafter import Drafter
 from gpu.early_lengths import EarlyLengths
 from gpu.fence import Fence
 from gpu.graphs import DecodeGraphs, GraphKey
@@ -30,7 +35,7 @@ from gpu.relay import Relay
 from gpu.sampling_table import SamplingTable
 from gpu.slots import SlotTable
 from shm.config import ServerConfig
-from shm.records import CHUNK_ROW, STEP_DECODE
+from shm.records import CHUNK_ROW, STEP_DECODE, StepView
 
 
 class Model(Protocol):
@@ -71,10 +76,12 @@ class StepProgram:
         sample: Sampler,
         ledger_tokens: Array,
         *,
+        drafter: Drafter | None = None,
         early_lengths: bool = False,
         plan: Plan | None = None,
     ) -> None:
-        """ledger_tokens: plane i32[rows, max_len] of the ledger. early_lengths: copy lengths out before a step ends.
+        """ledger_tokens: plane i32[rows, max_len] of the ledger. drafter: for steps with drafts; it must be there if
+        the configuration's window is more than one. early_lengths: copy lengths out before a step ends.
 
         plan: called before every pass with its lengths, for a model that needs them on the CPU.
         """
@@ -82,6 +89,8 @@ class StepProgram:
         self._model = model
         self.kernels = kernels
         self._sample = sample
+        self.drafter = drafter
+        assert drafter is not None or config.window == 1, "nobody drafts"
         self.relay = Relay(device, config.entries, poison=config.poison)
         self.slots = SlotTable(device, config.entries, config.pages_per_row)
         self.sampling = SamplingTable(device, config.entries)
@@ -91,7 +100,7 @@ class StepProgram:
         self._gather = Gather(kernels, self.relay, self.slots, self.sampling)
         self._plane = device.pinned(ledger_tokens, "ledger.tokens")
         caches = device.adopt(model.k_cache, "k_cache"), device.adopt(model.v_cache, "v_cache")
-        self._kv: Regions = tuple(cache.region() for cache in caches)
+        self.caches: Regions = tuple(cache.region() for cache in caches)
         self.kv_bytes = sum(cache.nbytes for cache in caches)
         self.schedule = device.stream("schedule")
         self.forward = device.stream("forward")
@@ -100,8 +109,9 @@ class StepProgram:
         self.early_lengths = EarlyLengths(device, kernels, self.batch.max_rows) if early_lengths else None
         self.plans = None if plan is None else PassPlans(device, plan, config.entries)
         planned: Regions = () if self.plans is None else self.plans.regions
-        self._model_reads: Regions = (*self.batch.model_inputs, *self._kv, *planned)
-        self.graphs = DecodeGraphs(device, self.forward, config.max_running, LANES)
+        self._model_reads: Regions = (*self.batch.model_inputs, *self.caches, *planned)
+        windows = (1,) if config.window == 1 else (1, config.window)
+        self.graphs = DecodeGraphs(device, self.forward, config.max_running, windows, LANES)
         self.steps_launched = 0
 
     def capture(self) -> int:
@@ -112,8 +122,8 @@ class StepProgram:
         for rows in self.graphs.sizes:
             if self.plans is not None:
                 self.plans.prepare(self.forward, rows)
-            if self._device.warms_before_capture:
-                self._issue(self.lanes[0], PassShape.of_decode(rows))
+            for window in self.graphs.windows if self._device.warms_before_capture else ():
+                self._issue(self.lanes[0], PassShape.of_decode(rows, window))
         self._device.synchronize()
         return self.graphs.capture(self._issue_captured)
 
@@ -135,25 +145,25 @@ class StepProgram:
         result.begin.record(self.forward)
         if step.view.kind == STEP_DECODE:
             assert shape.chunks == 0, "a decode step has no chunks"
-            key = self.graphs.key(shape.decode, lane.index)
-            self._queue_plan(lane, step, key.rows)
+            key = self.graphs.key(shape.decode, shape.window, lane.index)
+            self._plan_pass(lane, step, key.rows)
             self.graphs.launch(key)
         else:
-            self._queue_plan(lane, step, shape.rows)
-            self._issue(lane, shape)
+            self._plan_pass(lane, step, shape.rows)
+            self._issue(lane, shape, step.view)
         result.end.record(self.forward)
         lane.done.record(self.forward)  # SYNC step-done
         if self.early_lengths is not None:
             self.early_lengths.queue(lane)
-        completion = self._deliver(lane, step.view.step, result, shape.samples, complete)
+        completion = self._deliver(lane, step.view.step, result, shape, complete)
         if self.plans is not None:
-            self.plans.queued(lane, completion)
+            self.plans.over_with(lane, completion)
         self.steps_launched += 1
         return completion
 
-    def _queue_plan(self, lane: Lane, step: StepSlot, rows: int) -> None:
+    def _plan_pass(self, lane: Lane, step: StepSlot, rows: int) -> None:
         if self.plans is not None:
-            self.plans.queue(self.forward, lane, step.view, rows)
+            self.plans.plan(self.forward, lane, step.view, rows)
 
     def _stage(self, lane: Lane, step: StepSlot) -> None:
         """Schedule stream: bring the step's descriptor to the device and the shared tables up to date."""
@@ -181,13 +191,16 @@ class StepProgram:
         lane.staged.record(stream)  # SYNC step-staged
 
     def _issue_captured(self, key: GraphKey) -> None:
-        self._issue(self.lanes[key.lane], PassShape.of_decode(key.rows))
+        self._issue(self.lanes[key.lane], PassShape.of_decode(key.rows, key.window))
 
-    def _issue(self, lane: Lane, shape: PassShape) -> None:
-        """Forward stream: the pass and all around it. Captured for decode steps, queued as it is for the others."""
-        stream, batch, relay, kernels = self.forward, self.batch, self.relay, self.kernels
-        arrays = batch.arrays(lane, shape)
-        entries, lengths, sampled = batch.entries.region(), lane.lengths.region(), lane.sampled_region
+    def _issue(self, lane: Lane, shape: PassShape, step: StepView | None = None) -> None:
+        """Forward stream: the pass and all around it. Captured for decode steps, queued as it is for the others.
+
+        step: the descriptor of a step with chunks, as the host sees it.
+        """
+        stream, batch, relay, kernels, drafter = self.forward, self.batch, self.relay, self.kernels, self.drafter
+        arrays, rows = batch.arrays(lane, shape), batch.rows(lane)
+        entries, lengths, newest = batch.entries.region(), lane.lengths.region(), batch.newest.region()
 
         def launch(name: str, fn: Callable[..., None], *args: Any, reads: Regions, writes: Regions) -> None:
             self._device.launch(stream, partial(fn, *args), reads=reads, writes=writes, name=name)
@@ -195,17 +208,21 @@ class StepProgram:
         launch(
             "gather",
             self._gather.run,
-            *(lane, batch.rows(lane), shape),
+            *(lane, rows, shape),
             reads=(*self._gather.reads, *lane.staging),
-            writes=(*self._gather.writes, *batch.gathered, lengths, *lane.counts_region, *lane.fault_region),
+            writes=(*self._gather.writes, *batch.gathered, lengths, *lane.fault_region),
         )
         self.fence.record(stream, lane.index)
+        if drafter is not None:
+            drafter.draft(launch, batch, rows, shape)
+            if step is not None:
+                drafter.prefill(launch, batch, rows, shape, step, self._plane)
         launch(
             "model",
             self._model.forward,
             *arrays.model,
             reads=self._model_reads,
-            writes=(*self._kv, batch.logits.region()),
+            writes=(*self.caches, batch.logits.region()),
         )
         if shape.samples:
             launch(
@@ -213,24 +230,32 @@ class StepProgram:
                 self._sample,
                 *arrays.sampler,
                 reads=batch.sampler_inputs,
-                writes=(*sampled, batch.logits.region()),  # a sampler may work in the logits
+                writes=(batch.targets.region(), batch.logits.region()),  # a sampler may work in the logits
             )
-        publish = (relay.length.array, arrays.entries, arrays.lengths)
-        stash = (relay.token.array, arrays.entries, arrays.sampled)
-        launch("publish", kernels.publish, *publish, reads=(entries, lengths), writes=(relay.length.region(),))
+        launch(
+            "accept",
+            kernels.accept,
+            *(rows, arrays.targets, arrays.gained, relay.length.array, shape),
+            reads=(batch.tokens.region(), entries, lengths, batch.targets.region()),
+            writes=(*lane.gained_region, newest, lengths, relay.length.region()),
+        )
         if self.early_lengths is not None:
             lane.published.record(stream)  # SYNC lengths-published
-        launch("stash", kernels.stash, *stash, reads=(entries, *sampled), writes=(relay.token.region(),))
+        if drafter is not None:
+            drafter.learn(launch, batch, rows, shape, lane)
+        stash = (relay.token.array, arrays.entries, arrays.gained.newest)
+        launch("stash", kernels.stash, *stash, reads=(entries, newest), writes=(relay.token.region(),))
 
     def _deliver(
-        self, lane: Lane, step: int, result: ResultSlot, rows: int, complete: Callable[[], None]
+        self, lane: Lane, step: int, result: ResultSlot, shape: PassShape, complete: Callable[[], None]
     ) -> Completion:
         """Copy stream: the result to pinned memory, then the host's part."""
         device, stream, payload = self._device, self.copy, result.buffer.region()
-        ints = lane.results.tokens_at + rows
+        rows, window = shape.gainers, shape.window
+        ints = lane.results.tokens_at + (window - 1) * lane.results.max_rows + rows  # planes are as wide as can be
 
         def completed() -> None:
-            result.finish(rows, step)
+            result.finish(rows, window, step)
             complete()
 
         lane.done.wait(stream)  # SYNC step-done

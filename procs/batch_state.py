@@ -21,6 +21,8 @@ An entry is free again the moment its row ends, while a step in flight may still
 lives apart: it grows when an entry is freed, and a result for an older incarnation is dropped.
 """
 
+from collections import deque
+
 import numpy as np
 from numpy.typing import NDArray
 
@@ -65,7 +67,8 @@ class BatchState:
         self.page_count = np.zeros(entries, dtype=np.int64)
         self.shared = np.zeros(entries, dtype=np.int64)
 
-        self._free_entries = list(range(max_running, PADDING_ENTRY, -1))
+        # The one that was freed first is taken first: what a drafter keeps of ended rows lives as long as can be.
+        self._free_entries = deque(range(PADDING_ENTRY + 1, entries))
 
     @property
     def has_free_entry(self) -> bool:
@@ -73,7 +76,7 @@ class BatchState:
 
     def begin(self, row: int, generation: int, order: int) -> int:
         """Take a free entry for a ledger row; the caller fills in the numbers."""
-        entry = self._free_entries.pop()
+        entry = self._free_entries.popleft()
         assert not self.used[entry] and self.page_count[entry] == 0
         self.used[entry] = True
         self.row[entry] = row

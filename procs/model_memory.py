@@ -50,6 +50,10 @@ def memory_needed(config: ServerConfig) -> MemoryNeed:
     if config.device == "host":
         weights += sum(sizes.values()) * WEIGHT_BYTES[config.dtype]
         kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
+        if config.drafter is not None:
+            drafter = llama_tensors(config.drafter).values()
+            weights += sum(map(math.prod, drafter)) * WEIGHT_BYTES[config.dtype]
+            kv_cache += config.pages * config.page_size * kv_bytes_per_token(config.drafter, config.dtype)
     ledger = Ledger.size(config.rows, config.max_len)
     return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=PROCESS_BYTES + ledger)
 

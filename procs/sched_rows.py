@@ -80,6 +80,7 @@ class Rows:
         if ledger.begun[row] != generation:
             ledger.count[row] = 0
             ledger.finish[row] = FINISH_NONE
+            ledger.draft_steps[row] = ledger.drafted[row] = ledger.accepted[row] = 0
             ledger.begun[row] = generation
 
     # ------------------------------------------------------------------ running
@@ -145,6 +146,13 @@ class Rows:
             return rows, np.empty((2, 0), dtype=np.int64), retracted
         needy = np.flatnonzero(wanted)
         return rows, state.append_pages(rows[needy], wanted[needy], self._take(total)), retracted
+
+    def count_drafts(self, entries: Ints, drafts: int, taken: Ints) -> None:
+        """`entries` kept so many tokens (i64[n]) of a step with so many drafts for each."""
+        ledger, rows = self.ledger, self.state.row[entries]
+        ledger.draft_steps[rows] += 1
+        ledger.drafted[rows] += drafts
+        ledger.accepted[rows] += (taken - 1).astype(np.int32)
 
     def write_tokens(self, entries: Ints, tokens: NDArray[np.int32], taken: Ints) -> Ints:
         """Append the first `taken` (i64[n]) of `tokens` (i32[window, n]) to the output of `entries`: tokens, then

@@ -13,6 +13,7 @@ from numpy.typing import NDArray
 
 from procs import policy
 from procs.batch_state import BatchState, Ints
+from procs.draft_policy import DraftPolicy
 from procs.sched_rows import Rows
 from shm.ledger import FINISH_LENGTH, FINISH_STOP, Ledger
 from shm.limits import STEPS_IN_FLIGHT
@@ -30,6 +31,7 @@ from shm.records import (
     ResultView,
     StepView,
 )
+from shm.stats import accepted_runs
 
 
 class Flight(NamedTuple):
@@ -54,6 +56,7 @@ class Steps:
     def __init__(self, rows: Rows) -> None:
         self.rows = rows
         self.in_flight: deque[Flight] = deque()
+        self.drafting = DraftPolicy(rows.config.drafts, always=rows.config.draft_when == "always")
         self._prefill_chunk = rows.config.prefill_chunk
 
     @property
@@ -88,7 +91,7 @@ class Steps:
         else:
             ends = NO_ROWS
         view.kind = STEP_MIXED if len(chunks) else STEP_DECODE
-        view.n_decode, view.n_chunks = len(decode), len(chunks)
+        view.n_decode, view.n_chunks, view.drafts = len(decode), len(chunks), self.drafting.drafts(len(decode))
         view.n_slot_writes, view.n_sampling = writes, sampling
         view.step = step
         entries = np.concatenate((decode, finals)) if len(finals) else decode
@@ -148,25 +151,44 @@ class Steps:
         counts = result.counts[: len(entries)]
         tokens = result.tokens[: result.window, : len(entries)]
         produced = int(counts.sum())
+        self._count_drafts(flight, result, counts)
         current = state.incarnation[entries] == flight.incarnations
         finals = entries[flight.decodes :][current[flight.decodes :]]
         if np.count_nonzero(current) < len(current):
             keep = np.flatnonzero(current)
             entries, counts, tokens = entries[keep], counts[keep], tokens[:, keep]
-        taken = self._accept(entries, tokens, counts, finals) if len(entries) else 0
+        taken = self._accept(entries, tokens, counts, finals, result.window - 1) if len(entries) else 0
         rows.stats.add("decode_tokens_total", taken)
         rows.stats.add("surplus_tokens_total", produced - taken)
         return flight
 
-    def _accept(self, entries: Ints, tokens: NDArray[np.int32], counts: NDArray[np.int32], finals: Ints) -> int:
+    def _count_drafts(self, flight: Flight, result: ResultView, counts: NDArray[np.int32]) -> None:
+        decodes, stats = flight.decodes, self.rows.stats
+        if not decodes or self.state.window == 1:
+            return
+        gained = int(counts[:decodes].sum())
+        if result.window > 1:
+            stats.add("drafted_tokens_total", decodes * (result.window - 1))
+            for run, times in enumerate(np.bincount(counts[:decodes] - 1).tolist()):
+                stats.add(accepted_runs(run), times)
+        if not len(flight.chunk_entries):
+            self.drafting.saw(decodes, result.window, gained, result.end_ns - result.begin_ns)
+
+    def _accept(
+        self, entries: Ints, tokens: NDArray[np.int32], counts: NDArray[np.int32], finals: Ints, drafts: int
+    ) -> int:
         """Give `entries` their tokens, end those that are at an end, and say so. Returns how many tokens were kept.
 
-        `finals` are the entries whose prompt has just been completed: from now on others can share it.
+        `finals` are the last of them, whose prompt has just been completed: from now on others can share it. The
+        others had so many drafts.
         """
         state, rows = self.state, self.rows
         state.in_flight[entries] -= 1
         limits = state.limit[entries]
         taken, stopped = policy.accept(tokens, counts, state.stop_ids[entries], limits - state.outputs[entries])
+        if drafts:
+            decoded = len(entries) - len(finals)
+            rows.count_drafts(entries[:decoded], drafts, taken[:decoded])
         outputs = rows.write_tokens(entries, tokens, taken)
         ledger_rows, generations = state.row[entries], state.generation[entries]
         for entry in finals.tolist():

@@ -20,6 +20,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Protocol
 
 from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
+from procs.log_line import LogLine
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import StageProcess
@@ -46,6 +47,9 @@ class Report(Protocol):
 
     def note(self, text: str) -> None:
         """Something worth a line."""
+
+    def log(self, text: str) -> None:
+        """What the server does, now and then."""
 
     def failed(self, text: str) -> None:
         """The server ended because of this. The last call."""
@@ -98,6 +102,7 @@ class Supervisor:
         self._report = report
         self._memory = ServerMemory(self._config)
         self._stats = self._memory.stats.writer("supervisor")
+        self._line = LogLine(self._memory.stats, self._config.log_seconds)
         failure: StageFailed | None = None
         status = 0
         try:
@@ -136,7 +141,7 @@ class Supervisor:
             self._memory.kick_all()
             self._memory.trace.writer("supervisor").span(What.START, 0, begin_ns, time.monotonic_ns())
             self._report.ready()
-            self._until(lambda: self._stopping)
+            self._until(lambda: self._stopping, self._log)
             if not self._drain():
                 return  # the clients were told, and nothing is left to be finished: the burial kills, hung or not
         for child in reversed(self._children):
@@ -194,6 +199,15 @@ class Supervisor:
                 busy = f"; the last it said was: {child.last_words}" if child.last_words else ""
                 raise self._failure(child, f"not ready after {child.spec.ready_seconds:g} s{busy}")
         return min((child.started_s + child.spec.ready_seconds - now_s for child in starting), default=None)
+
+    def _log(self) -> float | None:
+        """Say what the server does, once per interval; return the seconds to the next time."""
+        if not self._config.log_seconds:
+            return None
+        line, seconds = self._line.next(time.monotonic())
+        if line is not None:
+            self._report.log(line)
+        return seconds
 
     def _open_rows(self) -> int:
         frontend = self._memory.stats.read_stage("frontend")

@@ -20,6 +20,8 @@ from shm import limits
 # What each device computes in; its default comes first.
 DTYPES = {"host": ("int8", "bfloat16", "float32"), "cuda": ("bfloat16", "float32")}
 
+DRAFTERS = ("ngram", "standalone")
+
 
 class ConfigError(ValueError):
     """An option that cannot be. `option` is the name of the field, `message` says what is wrong with its value."""
@@ -124,7 +126,12 @@ class ServerConfig(_Json):
     prefill_chunk: int = 512
     api_key: str | None = None
     drain_seconds: float = 30.0
-    window: int = 1
+    log_seconds: float = 10.0  # between two lines about what the server does; 0: none
+    speculate: str = "off"  # or what drafts, one of DRAFTERS
+    drafter: ModelInfo | None = None  # the model that drafts, where one does
+    window: int = 1  # tokens of a decode row in one step: its newest one, and the drafts behind it
+    draft_when: Literal["auto", "always"] = "auto"  # auto: while it is measured to pay
+    ngram_shared: bool = False  # drafts may come from what other requests have read and written
     threads: int  # of the host device, for computing
     poison: bool = False  # debugging: relay entries with nothing to read are marked, and reading one is an error
     check_order: bool = False  # debugging: every access on the device is checked for the order that it needs
@@ -146,8 +153,24 @@ class ServerConfig(_Json):
         _check_range(self, "page_size", 1, limits.PAGE_SIZE_MAX)
         _check_range(self, "prefill_chunk", 1, limits.PREFILL_CHUNK_MAX)
         _check_range(self, "window", 1, limits.WINDOW_MAX)
+        known = ", ".join(("off", *DRAFTERS))
+        _require(self.speculate in ("off", *DRAFTERS), "speculate", f"must be one of {known}, got {self.speculate!r}")
+        _require(self.window > 1 or self.speculate == "off", "window", "of 1 leaves nothing to draft")
+        _require(self.speculate == "ngram" or not self.ngram_shared, "ngram_shared", "needs --speculate ngram")
+        _require(
+            (self.speculate == "standalone") == (self.drafter is not None), "drafter", "is for a model that drafts"
+        )
+        if self.drafter is not None:
+            drafted, wanted = self.drafter.vocab_size, self.model.vocab_size
+            _require(
+                drafted == wanted,
+                "speculate",
+                f"{self.drafter.name} knows {drafted} tokens and {self.model.name} {wanted}: it cannot draft for it",
+            )
+            _check_range(self, "max_len", 2, self.drafter.context_len, f"the context length of {self.drafter.name}")
         _check_range(self, "threads", 1, limits.THREADS_MAX)
         _check_range(self, "drain_seconds", 0, limits.DRAIN_SECONDS_MAX)
+        _check_range(self, "log_seconds", 0, limits.LOG_SECONDS_MAX)
         _check_range(self, "max_len", 2, self.model.context_len, f"the context length of {self.model.name}")
         _check_range(self, "kv_tokens", 1, limits.KV_TOKENS_MAX)
         # A lone request must always fit: retraction ends with one, and it may never wait for ever.
@@ -157,6 +180,11 @@ class ServerConfig(_Json):
             f"{self.kv_tokens} tokens in pages of {self.page_size} cannot hold one request of max_len {self.max_len} "
             f"and twice the window of {self.window}; at least {self.pages_per_row * self.page_size} are needed",
         )
+
+    @property
+    def drafts(self) -> int:
+        """Tokens that are drafted behind the newest one of a row, at most."""
+        return self.window - 1
 
     @property
     def rows(self) -> int:
@@ -170,8 +198,8 @@ class ServerConfig(_Json):
 
     @property
     def pass_tokens(self) -> int:
-        """Most tokens of one pass: every running row decodes, and the prefill chunks are full."""
-        return self.max_running + self.prefill_chunk
+        """Most tokens of one pass: every running row decodes a window, and the prefill chunks are full."""
+        return self.max_running * self.window + self.prefill_chunk
 
     @property
     def pages(self) -> int:

@@ -56,7 +56,10 @@ PLANES = (
     Plane("ready", "tokenizer", "i8"),  # := generation, LAST
     Plane("count", "scheduler", "i4"),  # output tokens; stored after the tokens
     Plane("finish", "scheduler", "i4"),  # FINISH_*
-    Plane("begun", "scheduler", "i8"),  # := generation when count and finish were reset for it
+    Plane("draft_steps", "scheduler", "i4"),  # steps with drafts that gave the row tokens
+    Plane("drafted", "scheduler", "i4"),  # tokens drafted in them
+    Plane("accepted", "scheduler", "i4"),  # of those the ones that the row kept
+    Plane("begun", "scheduler", "i8"),  # := generation when the planes above were reset for it
     Plane("done", "scheduler", "i8"),  # := generation, LAST: the scheduler never touches the row again
     # Output tokens, the one that completed a stop string included. No stage reads it: the row's end, for whoever has to
     # find it in the ledger alone.
@@ -88,6 +91,9 @@ class Ledger:
     ready: npt.NDArray[np.int64]
     count: npt.NDArray[np.int32]
     finish: npt.NDArray[np.int32]
+    draft_steps: npt.NDArray[np.int32]
+    drafted: npt.NDArray[np.int32]
+    accepted: npt.NDArray[np.int32]
     begun: npt.NDArray[np.int64]
     done: npt.NDArray[np.int64]
     text_stop_count: npt.NDArray[np.int32]

@@ -45,13 +45,13 @@ SLOT_PLANES = 3
 SAMPLING_PLANES = 7
 
 HEADER_INTS = 16
-_KIND, _N_DECODE, _N_CHUNKS, _N_SLOT_WRITES, _N_SAMPLING, _STEP_LO, _STEP_HI = range(7)
+_KIND, _N_DECODE, _N_CHUNKS, _N_SLOT_WRITES, _N_SAMPLING, _STEP_LO, _STEP_HI, _DRAFTS = range(8)
 _N_ROWS, _WINDOW, _BEGIN_LO, _BEGIN_HI, _END_LO, _END_HI, _RESULT_STEP_LO, _RESULT_STEP_HI, RESULT_FAULT = range(9)
 
 INTAKE_PLANES = 2  # row, generation
 PROGRESS_PLANES = 4  # row, generation, count, finish
 
-assert max(_STEP_HI, RESULT_FAULT) < HEADER_INTS
+assert max(_DRAFTS, RESULT_FAULT) < HEADER_INTS
 assert np.dtype(np.int32).itemsize == np.dtype(np.float32).itemsize == 4
 
 
@@ -107,6 +107,7 @@ class StepView(_Header):
     n_slot_writes: int = _int(_N_SLOT_WRITES, "slot-table writes")
     n_sampling: int = _int(_N_SAMPLING, "sampling-table writes")
     step: int = _u64(_STEP_LO, "number of the step")
+    drafts: int = _int(_DRAFTS, "tokens that are drafted behind the newest one of each decode row")
 
     def __init__(self, layout: StepLayout, payload: Int32Array) -> None:
         super().__init__(payload[:HEADER_INTS])
@@ -126,7 +127,7 @@ class StepView(_Header):
         return (self.layout.slot_writes_at + SLOT_PLANES * self.n_slot_writes) * 4
 
     def clear(self) -> None:
-        """Zero the header, so that every section is empty."""
+        """Zero the header, so that every section is empty, and nothing is drafted."""
         self.header[:] = 0
 
     def set_sampling(  # one argument per plane

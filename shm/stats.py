@@ -10,11 +10,16 @@ from bisect import bisect_left
 from dataclasses import dataclass, field
 
 from shm.control import STAGES
-from shm.limits import CACHE_LINE_BYTES, HEADER_BYTES
+from shm.limits import CACHE_LINE_BYTES, HEADER_BYTES, WINDOW_MAX
 from shm.segment import Segment, schema_hash
 
 # Upper bounds of the buckets of every histogram, in seconds; one more bucket holds what is longer.
 BUCKETS_S = tuple(float(f"{digit}e{exponent}") for exponent in range(-6, 2) for digit in (1, 2, 5))
+
+
+def accepted_runs(drafts: int) -> str:
+    """Name of the counter of windows of which exactly so many drafts were accepted."""
+    return f"accepted_{drafts}_total"
 
 
 @dataclass(frozen=True)
@@ -61,6 +66,8 @@ TABLE: dict[str, Names] = {
             "prompt_tokens_total",
             "prefix_hit_tokens_total",
             "surplus_tokens_total",
+            "drafted_tokens_total",
+            *map(accepted_runs, range(WINDOW_MAX)),
             "evicted_pages_total",
             "conservation_checks_total",
             "prepare_ns_total",

@@ -6,10 +6,13 @@ Pure functions over values: no clock, no socket, no printing.
 import statistics
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
+from typing import Any
 
 import numpy as np
 
 from tools.openai_stream import Timing
+
+WINDOWS = "stepahead_windows_total"
 
 
 @dataclass(frozen=True)
@@ -29,24 +32,41 @@ class Figures:
     steps_per_s: float | None
     device_idle_share: float | None
     client_cpu_share: float
+    windows: tuple[float, ...] = ()  # rows of steps with drafts, by how many drafts were accepted
+
+    @property
+    def accept_length(self) -> float | None:
+        """Tokens that a row gained in a step with drafts; None where there were none."""
+        rows = sum(self.windows)
+        return sum(n * (1 + drafts) for drafts, n in enumerate(self.windows)) / rows if rows else None
+
+    @property
+    def accepted_shares(self) -> list[float]:
+        """How often the first draft was accepted, the first two, and so on, up to the last one that ever was."""
+        behind = np.cumsum(self.windows[::-1])[::-1]
+        return [float(share) for share in behind[1:] / behind[0] if share > 0] if sum(self.windows) else []
 
 
 @dataclass(frozen=True)
 class Counters:
-    """The gpu process's counters at one moment: steps, and device time busy and idle between steps (any one unit)."""
+    """The server's counters at one moment: steps, device time busy and idle between steps (any one unit), windows."""
 
     steps: float
     busy: float
     idle: float
+    windows: tuple[float, ...] = ()  # see Figures
 
 
 def read_counters(exposition: str) -> Counters | None:
     """Reads the Prometheus text of /metrics. Returns None when the server does not expose the counters of a step."""
     sums: dict[str, float] = {}
+    windows: dict[int, float] = {}
     for line in exposition.splitlines():
         if line and not line.startswith("#"):
             name, _, value = line.rpartition(" ")
             base = name.partition("{")[0]
+            if base == WINDOWS:
+                windows[int(name.split('"')[1])] = float(value)
             sums[base] = sums.get(base, 0.0) + float(value)
 
     def find(word: str) -> float | None:
@@ -56,7 +76,7 @@ def read_counters(exposition: str) -> Counters | None:
     steps, busy, idle = sums.get("stepahead_gpu_steps_total"), find("device_busy"), find("device_idle")
     if steps is None or busy is None or idle is None:
         return None
-    return Counters(steps, busy, idle)
+    return Counters(steps, busy, idle, tuple(windows.get(i, 0.0) for i in range(len(windows))))
 
 
 def percentile(values: Sequence[float], share: float) -> float:
@@ -78,10 +98,12 @@ def figures(
     gaps = [gap for timing in good for gap in timing.gaps_ms()]
     tokens = sum(timing.tokens for timing in good)
     steps_per_s = idle_share = None
+    windows: tuple[float, ...] = ()
     if before is not None and after is not None:
         busy, idle = after.busy - before.busy, after.idle - before.idle
         steps_per_s = (after.steps - before.steps) / seconds
         idle_share = idle / (busy + idle) if busy + idle > 0 else None
+        windows = tuple(b - a for a, b in zip(before.windows, after.windows, strict=True))
     return Figures(
         concurrency=concurrency,
         requests=len(timings),
@@ -96,19 +118,23 @@ def figures(
         steps_per_s=steps_per_s,
         device_idle_share=idle_share,
         client_cpu_share=cpu_seconds / seconds,
+        windows=windows,
     )
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
-    """Returns the median of every figure over the runs of one setting; failures are summed, never averaged away."""
+    """Returns the median of every figure over the runs of one setting; failures are summed, never averaged away, and
+    so are windows.
+    """
     assert runs
-    values: dict[str, float | int | None] = {}
-    for name in (entry.name for entry in fields(Figures)):
+    values: dict[str, Any] = {}
+    for name in (entry.name for entry in fields(Figures) if entry.name != "windows"):
         told = [value for run in runs if (value := getattr(run, name)) is not None]
         values[name] = statistics.median(told) if told else None
     values["failed"] = sum(run.failed for run in runs)
     values["concurrency"], values["requests"] = runs[0].concurrency, runs[0].requests
-    return Figures(**values)  # type: ignore[arg-type]
+    values["windows"] = tuple(map(sum, zip(*(run.windows for run in runs), strict=True)))
+    return Figures(**values)
 
 
 HEADINGS = ("server", "at once", "tokens/s", "ratio", "TTFT", "between", "steps/s", "idle", "client", "failed")
@@ -140,6 +166,17 @@ def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
     return rows
 
 
+def drafts_text(results: dict[str, list[Figures]]) -> str:
+    """A line for each setting in which there were drafts: how many tokens a row gained, and how often which draft."""
+    lines = []
+    for name, levels in results.items():
+        for one in levels:
+            if one.accept_length is not None:
+                shares = " ".join(f"{share:.0%}" for share in one.accepted_shares) or "none"
+                lines.append(f"{name}, {one.concurrency} at once: {one.accept_length:.2f} tokens a window; {shares}")
+    return "\n".join(["drafts accepted, first, second, ...:", *lines]) if lines else ""
+
+
 def table_text(results: dict[str, list[Figures]]) -> str:
     """Lays out the table in columns of plain text, with its legend, about 80 wide."""
     rows = [HEADINGS, *table_rows(results)]
@@ -150,4 +187,4 @@ def table_text(results: dict[str, list[Figures]]) -> str:
         )
         for row in rows
     ]
-    return "\n".join([*lines, LEGEND])
+    return "\n".join(filter(None, [*lines, LEGEND, drafts_text(results)]))

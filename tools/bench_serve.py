@@ -75,7 +75,8 @@ def start(arguments: str, api_key: str | None) -> Server:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
-    command = [sys.executable, "-m", "frontend.cli", "serve", *arguments.split(), "--port", str(port)]
+    options = ["--log-seconds", "0", *arguments.split(), "--port", str(port)]  # its lines would stand in our table
+    command = [sys.executable, "-m", "frontend.cli", "serve", *options]
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_SECONDS_MAX

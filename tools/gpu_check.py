@@ -1,6 +1,6 @@
 """Everything that only a GPU can answer, in one command: `python -m tools.gpu_check --out report.json`.
 
-Runs from the source tree on a bare machine with Python, torch and triton; nothing is installed and nothing is fetched.
+Runs from the source tree on a bare machine with Python, torch, triton and numpy; nothing is installed or fetched.
 Every part is a process of its own with a time limit, so a part that fails, hangs or breaks the device hides no other.
 With `--device host` the same parts run on the host device, as far as each has a meaning there; so this is tested code.
 Exits with 1 if a part failed.

@@ -5,7 +5,7 @@ and in float32 only. Everything is compared before the part fails, so that one k
 """
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,18 +17,19 @@ from gpu.device.buffers import signed
 from gpu.device.protocol import DeviceError
 from gpu.kernels import plain, plain_step, triton_rows
 from gpu.kernels.attention_cut import scratch_floats
-from gpu.kernels.step_kernels import Extents, PassShape, Rows, Tables
+from gpu.kernels.step_kernels import Extents, Gained, PassShape, Rows, Tables
 from gpu.kernels.triton_attention import PagedAttention
 from gpu.kernels.triton_step import TritonStepKernels
 from shm.config import ServerConfig
 from shm.records import STEP_MIXED, StepLayout
 from shm.segment import Segment
 from tools.gpu_check import Options
+from tools.gpu_check_ngram import compare_ngram
 from tools.gpu_check_part import Figures, open_device, run
 from tools.gpu_check_sampling import compare_sampling
 from tools.gpu_check_step import small_config
 
-PAGE = 16
+PAGE, MOST_WINDOW = 16, 3
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
 
 
@@ -160,20 +161,20 @@ def decode_error(
     return error(*outs)
 
 
-def compare_step(device: str) -> Iterator[tuple[str, float]]:
+def compare_step(device: str, window: int) -> Iterator[tuple[str, float]]:
     """The step's bookkeeping on a mixed step: the number of arrays that differ from the plain reference's."""
-    config = small_config()
+    config = small_config(MOST_WINDOW)
     layout = StepLayout(config)
     rng = np.random.default_rng(5)
     payload = np.zeros(layout.nbytes // 4, np.int32)
     view = layout.view(payload)
     view.kind, view.n_decode, view.n_chunks, view.n_slot_writes, view.n_sampling = STEP_MIXED, 1, 1, 3, 1
-    view.decode_entries[0] = 2
+    view.decode_entries[0], view.drafts = 2, window - 1
     view.chunks[:5, 0] = (1, 1, 0, 6, 1)
     view.slot_writes[:, :3] = [[1, 1, 3], [0, 1, 0], [4, 5, 6]]
     view.set_sampling(0, 1, 0.5, 0.9, 0.1, 7, 2**63 + 11)
     tables = _tables(config, rng)
-    shape = PassShape(2, 1, 8, 3, 6)
+    shape = PassShape(2, 1, 2 * window + 6, 1, 6, window)  # a row of padding
     ids = np.arange(100, 100 + config.prefill_chunk, dtype=np.int32)
     rows = _rows(config)
     plain_step.write_slots(view, tables.pages, config.pages)
@@ -187,14 +188,31 @@ def compare_step(device: str) -> Iterator[tuple[str, float]]:
     kernels.gather(step, moved, _tensor(ids, device), moved_rows, shape, fault)
     plain_step.write_sampling(view, plain_tables.real, plain_tables.top_k, plain_tables.seed)
     plain_step.gather(view, plain_tables, ids, rows, shape, config.page_size, poison=True)
-    made, wanted = (*moved, *moved_rows), (*plain_tables, *rows)
-    differ = sum(not np.array_equal(a.cpu().numpy(), signed(b)) for a, b in zip(made, wanted, strict=True))
-    yield "slot writes, sampling writes, gather", float(differ + int(fault.item() != 0))
-    table, entries, values = (_tensor(a, device) for a in (np.zeros(9, np.int32), rows.entries[:3], rows.places[:3]))
-    kernels.publish(table, entries, values)
+    differ = _differing((*moved, *moved_rows), (*plain_tables, *rows)) + int(fault.item() != 0)
+    yield f"slot writes, sampling writes, gather, windows of {window}", float(differ)
+    for right in range(window):
+        targets = rng.integers(1, 99, shape.samples).astype(np.int32)
+        rows.tokens[1 : 1 + right], rows.tokens[1 + right : window] = targets[:right], 0
+        accepted = Rows(*(array.copy() for array in rows))
+        gained = Gained(*(np.full(n, -7, np.int32) for n in (3, (MOST_WINDOW, 3), 3)))
+        made = Rows(*(_tensor(array, device) for array in rows)), Gained(*(_tensor(a, device) for a in gained))
+        length = plain_tables.length.copy()
+        on_device = _tensor(length, device)
+        kernels.accept(made[0], _tensor(targets, device), made[1], on_device, shape)
+        plain_step.accept(accepted, targets, gained, length, shape)
+        assert gained.counts[0] == right + 1
+        differ = _differing((*made[0], *made[1], on_device), (*accepted, *gained, length))
+        yield f"acceptance of {right} of {window - 1} drafts", float(differ)
+    table = _tensor(np.zeros(9, np.int32), device)
+    kernels.stash(table, _tensor(rows.entries[:3], device), _tensor(rows.places[:3], device))
     expected = np.zeros(9, np.int32)
     plain_step.scatter(expected, rows.entries[:3], rows.places[:3])
-    yield "publish and stash", float((table.cpu().numpy() != expected).sum())
+    yield f"stash, windows of {window}", float((table.cpu().numpy() != expected).sum())
+
+
+def _differing(made: Iterable[Tensor], wanted: Iterable[Any]) -> int:
+    """How many of the arrays."""
+    return sum(not np.array_equal(a.cpu().numpy(), signed(b)) for a, b in zip(made, wanted, strict=True))
 
 
 def compare_copies(device: str) -> Iterator[tuple[str, float]]:
@@ -248,16 +266,16 @@ def _tables(config: ServerConfig, rng: np.random.Generator) -> Tables:
 
 
 def _rows(config: ServerConfig) -> Rows:
-    rows, tokens = config.max_running, config.pass_tokens
+    rows, tokens, samples = config.max_running, config.pass_tokens, config.max_running * config.window
 
     def ints(*shape: int) -> Any:
         return np.full(shape, -7, np.int32)
 
     return Rows(
         tokens=ints(tokens), positions=ints(tokens), seqs=ints(tokens), pages=ints(rows, config.pages_per_row),
-        starts=ints(rows + 1), ends=ints(rows), logit_rows=ints(rows), entries=ints(rows), lengths=ints(rows),
-        places=ints(rows), counts=ints(rows), real=np.zeros((3, rows), np.float32), top_k=ints(rows),
-        seed=np.zeros(rows, np.uint64),
+        starts=ints(rows + 1), ends=ints(rows), entries=ints(rows), lengths=ints(rows), logit_rows=ints(samples),
+        places=ints(samples), real=np.zeros((3, samples), np.float32), top_k=ints(samples),
+        seed=np.zeros(samples, np.uint64),
     )  # fmt: skip
 
 
@@ -282,7 +300,8 @@ def kernels(options: Options, figures: Figures) -> None:
                 check(f"{name}, {sizes.name}, {str(dtype).removeprefix('torch.')}", found, TOLERANCE[dtype])
     for result in compare_sampling(device):
         check(*result)
-    for name, found in itertools.chain(compare_step(device), compare_copies(device)):
+    steps = (compare_step(device, window) for window in (1, MOST_WINDOW))
+    for name, found in itertools.chain(*steps, compare_copies(device), compare_ngram(device)):
         check(name, found, 0)
     assert not failed, f"differs from the reference: {', '.join(failed)}"
 

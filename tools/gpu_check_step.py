@@ -1,9 +1,10 @@
 """Runs of the step program, one by one as they are asked for: `python -m tools.gpu_check_step cuda`.
 
-Owns a small workload with the mill as its model, the delays on single streams, and what a run tells: what the checker
-found, and whether tokens and early lengths were right. On CUDA the delays are sleeps of the device and the kernels are
-Triton's; on the host device they are sleeps of its threads. Reads a `Run` a line and answers an `Outcome` a line;
-`tools.gpu_check_mutants` judges them. It never outlives a broken device: it says so, and whoever asked starts another.
+Owns a small workload with the mill as its model and its drafter, the delays on single streams, and what a run tells:
+what the checker found, and whether tokens and early lengths were right. On CUDA the delays are sleeps of the device and
+the kernels are Triton's; on the host device they are sleeps of its threads. Reads a `Run` a line and answers an
+`Outcome` a line; `tools.gpu_check_mutants` judges them. It never outlives a broken device: it says so, and whoever
+asked starts another.
 """
 
 import json
@@ -28,7 +29,7 @@ from tools.gpu_check_device import sleep
 from tools.gpu_check_mutants import Outcome, Run
 from tools.gpu_check_part import open_device
 from tools.mill import VOCAB, reference
-from tools.torch_mill import TorchMill, mill_sample
+from tools.torch_mill import TorchMill, TorchMillDrafter, mill_sample
 
 PROMPTS = {1: [5, 6, 7], 2: [11, 12, 13, 14, 15, 16], 3: [40, 3]}
 SLEEP_S = 0.003
@@ -44,17 +45,38 @@ STEPS: list[tuple[dict[int, list[int]], list[int], list[int]]] = [
     ({}, [2, 1], []),
     ({}, [1, 2], []),
 ]
-# What is in the cache of the rows that each step samples, once it has run.
-LENGTHS = [[3], [4, 6], [5, 7], [8, 6], [7, 9], [10, 2], [11, 3], [4, 12]]
+PLAIN = (3, 6)  # steps without drafts among those with them
 
 
-def expected() -> list[list[int]]:
-    """The tokens that each step gives: decode rows first, then prompts."""
-    one, two, three = (reference(PROMPTS[i], 9) for i in (1, 2, 3))
-    return [
-        [one[0]], [one[1], two[0]], [one[2], two[1]], [two[2], one[3]], [one[4], two[3]], [two[4], three[0]],
-        [two[5], three[1]], [three[2], two[6]],
-    ]  # fmt: skip
+class Texts:
+    """What the rows have gained so far, and what is wrong with it."""
+
+    def __init__(self) -> None:
+        self._gained: dict[int, list[int]] = {}  # by the number of the prompt
+        self._prompts: dict[int, int] = {}  # by entry
+        self.wrong = ""
+        self.lengths: list[list[int]] = []  # in the cache of the rows that each step samples, once it has run
+        self.most = 0  # tokens that a row gained in one step
+
+    def add(self, number: int, gained: list[list[int]]) -> None:
+        """Step `number` gave its rows these tokens: decode rows first, then prompts."""
+        _, decode, prompts = STEPS[number]
+        self._prompts |= {entry_of(prompt): prompt for prompt in prompts}
+        rows, lengths = [*(self._prompts[entry] for entry in decode), *prompts], []
+        for prompt, tokens in zip(rows, gained, strict=True):
+            text = self._gained.setdefault(prompt, [])
+            text += tokens
+            lengths.append(len(PROMPTS[prompt]) + len(text) - 1)
+            self.most = max(self.most, len(tokens))
+            wanted = reference(PROMPTS[prompt], len(text))
+            if text != wanted and not self.wrong:
+                self.wrong = f"tokens {text} behind prompt {prompt} instead of {wanted}, step {number}"
+        self.lengths.append(lengths)
+
+
+def entry_of(prompt: int) -> int:
+    """The entry that the row with this prompt gets."""
+    return 1 if prompt == 3 else prompt
 
 
 class NumpyMill:
@@ -116,7 +138,10 @@ def make_program(kind: str, device: Any, config: ServerConfig, early_lengths: bo
     ledger = np.zeros((config.rows, config.max_len), np.int32)
     for entry, prompt in PROMPTS.items():
         ledger[entry, : len(prompt)] = prompt
-    program = StepProgram(device, config, model, kernels, sampler, ledger, early_lengths=early_lengths)
+    drafter = TorchMillDrafter(mill) if config.window > 1 else None
+    program = StepProgram(device, config, model, kernels, sampler, ledger, early_lengths=early_lengths, drafter=drafter)
+    if drafter is not None:
+        drafter.caches = program.caches
     program.capture()
     return program
 
@@ -145,61 +170,63 @@ def note_lengths(device: Any, program: StepProgram) -> Any:
     return seen
 
 
-def fill(view: Any, number: int) -> None:
+def fill(view: Any, number: int, window: int) -> None:
     """Write step `number` into its descriptor."""
     fills, decode, prompts = STEPS[number]
     view.step, view.kind = number, STEP_MIXED if prompts else STEP_DECODE
     view.n_decode, view.n_chunks = len(decode), len(prompts)
+    view.drafts = 0 if number in PLAIN else window - 1
     view.decode_entries[: len(decode)] = decode
-    writes = [(entry, i, page) for entry, pages in fills.items() for i, page in enumerate(pages)]
+    twice = {entry: [half for page in pages for half in (2 * page - 1, 2 * page)] for entry, pages in fills.items()}
+    given = fills if window == 1 else twice
+    writes = [(entry, i, page) for entry, pages in given.items() for i, page in enumerate(pages)]
     for i, write in enumerate(writes):
         view.slot_writes[:, i] = write
     for i, entry in enumerate(fills):
         view.set_sampling(i, entry, 0.0, 1.0, 0.0, 0, 1)
     view.n_slot_writes, view.n_sampling = len(writes), len(fills)
     for i, row in enumerate(prompts):
-        entry = 1 if row == 3 else row
-        view.chunks[:5, i] = (entry, row, 0, len(PROMPTS[row]), 1)
+        view.chunks[:5, i] = (entry_of(row), row, 0, len(PROMPTS[row]), 1)
 
 
-def run_steps(kind: str, device: Any, early_lengths: bool) -> str:
+def run_steps(kind: str, device: Any, early_lengths: bool, window: int) -> str:
     """Queue all steps at once and wait for them; what is wrong with what they gave."""
-    config = small_config()
+    config = small_config(window)
     layout, results = StepLayout(config), ResultLayout(config)
     program = make_program(kind, device, config, early_lengths)
     seen = note_lengths(device, program) if early_lengths else None
-    tokens: list[list[int]] = []
+    texts = Texts()
     for number in range(len(STEPS)):
         payload, answer = np.zeros(layout.nbytes // 4, np.int32), np.zeros(results.nbytes // 4, np.int32)
         slot = StepSlot.on(device, layout, payload, f"step{number}")
         kept = ResultSlot.on(device, results, answer, f"result{number}")
-        fill(slot.view, number)
+        fill(slot.view, number, window)
 
-        def complete(result: Any = kept.view) -> None:
-            tokens.append(result.tokens[0, : result.n_rows].tolist())
+        def complete(number: int = number, result: Any = kept.view) -> None:
+            texts.add(number, [result.tokens[:n, i].tolist() for i, n in enumerate(result.counts[: result.n_rows])])
 
         done = program.enqueue(slot, kept, complete)
     device.synchronize()
     while not done.query():
         device.check()
-    if tokens != expected():
-        return f"tokens {tokens} instead of {expected()}"
-    if seen is None:
-        return ""
-    lengths = [row[: len(wanted)] for row, wanted in zip(seen.array.tolist(), LENGTHS, strict=True)]
-    return "" if lengths == LENGTHS else f"lengths {lengths} instead of {LENGTHS}"
+    if texts.wrong or seen is None:
+        return texts.wrong
+    assert (texts.most > 1) == (window > 1), "some drafts are taken"
+    lengths = [row[: len(wanted)] for row, wanted in zip(seen.array.tolist(), texts.lengths, strict=True)]
+    return "" if lengths == texts.lengths else f"lengths {lengths} instead of {texts.lengths}"
 
 
-def small_config() -> ServerConfig:
+def small_config(window: int = 1) -> ServerConfig:
     """A server of three rows for the mill."""
     model = ModelInfo(
         name="mill", path="/none", format="hf", vocab_size=VOCAB, context_len=64, hidden_size=16, num_layers=1,
         num_heads=1, num_kv_heads=1, head_dim=16, intermediate_size=16, rope_theta=1e4, rope_scaling=None,
         rms_eps=1e-5, tie_word_embeddings=True, eos_token_ids=(), bos_token_id=None, qk_norm=False,
     )  # fmt: skip
+    most = 16 if window == 1 else 32
     return ServerConfig(
-        model=model, served_model_name="mill", host="none", port=0, max_running=3, max_queued=1, kv_tokens=64,
-        page_size=4, max_len=16, prefill_chunk=8, threads=1, poison=True,
+        model=model, served_model_name="mill", host="none", port=0, max_running=3, max_queued=1, kv_tokens=4 * most,
+        page_size=4, max_len=most, prefill_chunk=8, threads=1, poison=True, window=window,
     )  # fmt: skip
 
 
@@ -211,7 +238,7 @@ def attempt(kind: str, wanted: Run) -> Outcome:
     slow: Any = SlowDevice(device, kind, wanted.slow)
     mutated = MutatedDevice(slow, edge, "early" if wanted.how == "early" else "drop")
     try:
-        wrong = run_steps(kind, mutated, wanted.early_lengths)
+        wrong = run_steps(kind, mutated, wanted.early_lengths, wanted.window)
     except Exception as error:  # noqa: BLE001 - with an edge missing, a fault is one of the ways to be wrong
         wrong = repr(error)[:500]
     try:

@@ -27,6 +27,8 @@ class CudaApi:
     default_stream: Callable[[], Any]
     zeros: Callable[[tuple[int, ...], torch.dtype], torch.Tensor]  # queued on the current stream
     runtime: Any  # cudaHostRegister, cudaHostUnregister, cudaGetErrorString
+    place: torch.device  # where memory lies
+    capability: tuple[int, int]  # compute capability, major and minor
     taken: set[int] = field(default_factory=set)  # handles of streams that have an owner
 
 
@@ -53,4 +55,6 @@ def torch_cuda() -> CudaApi:
         default_stream=cuda.default_stream,
         zeros=zeros,
         runtime=cuda.cudart(),
+        place=place,
+        capability=cuda.get_device_capability(place),
     )

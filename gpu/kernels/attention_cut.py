@@ -9,7 +9,6 @@ from typing import NamedTuple
 QUERY_TILES = (16, 32, 64)  # tokens x query heads of a group; 16 is the least that tensor cores take
 PROGRAMS = 512  # enough for every multiprocessor of a large GPU to have several
 SPLITS_MAX = 32
-STAGES = 3  # steps of the loop whose loads are under way at once
 SPLIT_KEYS = 256  # fewer keys are not worth a split
 
 
@@ -52,6 +51,11 @@ def tiles_of(itemsize: int) -> tuple[int, ...]:
     the smallest tile is all that fits there.
     """
     return QUERY_TILES[:1] if itemsize == 4 else QUERY_TILES
+
+
+def stages_of(itemsize: int) -> int:
+    """Steps of the loop whose loads are under way at once. Products of float32 need the registers for themselves."""
+    return 1 if itemsize == 4 else 3
 
 
 def keys_of(queries: int, dim: int, itemsize: int) -> int:

@@ -118,8 +118,11 @@ class DeviceLengths:
         )
 
 
-class _Plans:
-    """What passes over a fixed number of rows share: buffers that captured launches read, and ways to fill them."""
+class _Wrappers:
+    """What passes over a fixed number of rows share: buffers that captured launches read, and ways to fill them.
+
+    Each wrapper has as much pinned memory of its own as a plan has on the device.
+    """
 
     def __init__(self, library: Any, shape: Shape, rows: int, workspace: Array, plan: Array) -> None:
         ints = {"dtype": torch.int32, "device": shape.device}
@@ -163,9 +166,9 @@ class PlannedDecode:
         """Allocates FlashInfer's workspaces."""
         self._library, self._shape, self._own = library, shape, own
         self._workspace = torch.zeros(WORKSPACE_BYTES, dtype=torch.uint8, device=shape.device)
-        self._plan = torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=shape.device)
-        self._plans: dict[int, _Plans] = {}
-        self._planned = False  # the next pass
+        self._target = torch.zeros(PLAN_BYTES, dtype=torch.uint8, device=shape.device)
+        self._wrappers: dict[int, _Wrappers] = {}
+        self._is_planned = False  # the next pass
 
     @staticmethod
     def unsupported(shape: Shape, capability: tuple[int, int]) -> str:
@@ -178,20 +181,20 @@ class PlannedDecode:
 
     def plan(self, lengths: NDArray[np.int32] | None, rows: int) -> None:
         """See the contract. The first plan of a number of rows allocates, and compiles, so it belongs to warm-up."""
-        self._planned = lengths is not None
+        self._is_planned = lengths is not None
         if lengths is None:
             return
         shape, live = self._shape, len(lengths)
         if live > rows or (live and not 1 <= lengths.min() <= lengths.max() <= shape.pages_per_row * shape.page_size):
             raise ValueError(f"{live} lengths for {rows} rows, or lengths that no row can have: {lengths}")
-        if rows not in self._plans:
-            self._plans[rows] = _Plans(self._library, shape, rows, self._workspace, self._plan)
-        wrapper, starts, last = self._plans[rows].next()
+        if rows not in self._wrappers:
+            self._wrappers[rows] = _Wrappers(self._library, shape, rows, self._workspace, self._target)
+        wrapper, starts, last = self._wrappers[rows].next()
         padded = np.ones(rows, np.int32)
         padded[:live] = lengths
         starts.numpy()[1:] = np.cumsum(-(-padded // shape.page_size))
         last.numpy()[:] = (padded - 1) % shape.page_size + 1
-        none = self._plans[rows].pages[:0]  # pages are laid out by `begin`, on the device
+        none = self._wrappers[rows].pages[:0]  # pages are laid out by `begin`, on the device
         wrapper.plan(
             *(starts, none, last, shape.heads, shape.kv_heads, shape.dim, shape.page_size),
             q_data_type=shape.dtype,
@@ -204,11 +207,11 @@ class PlannedDecode:
 
     def begin(self, page_rows: Array, extents: Extents) -> None:
         """Lay out the pages of all rows as the plan counts them."""
-        if not self._planned:
+        if not self._is_planned:
             self._own.begin(page_rows, extents)
             return
-        plans = self._plans[page_rows.shape[0]]
-        join_pages(page_rows, plans.starts, plans.pages)
+        wrappers = self._wrappers[page_rows.shape[0]]
+        join_pages(page_rows, wrappers.starts, wrappers.pages)
 
     def run(
         self,
@@ -222,10 +225,10 @@ class PlannedDecode:
         out: Array,
     ) -> None:
         """See the contract."""
-        if not self._planned:
+        if not self._is_planned:
             self._own.run(q, k_layer, v_layer, page_rows, seqs, positions, extents, out)
         else:
-            self._plans[page_rows.shape[0]].wrapper.run(q, (k_layer, v_layer), out=out)
+            self._wrappers[page_rows.shape[0]].wrapper.run(q, (k_layer, v_layer), out=out)
 
 
 class Choice(NamedTuple):
@@ -301,6 +304,7 @@ def difference(attention: Attention, own: Attention, shape: Shape) -> float:
         each.begin(page_rows, extents)
         each.run(q, k_layer, v_layer, page_rows, seqs, ends - 1, extents, out)
         outs.append(out.float())
+        each.plan(None, rows)  # the plan was for this pass alone
     return float((outs[0] - outs[1]).abs().max())
 
 

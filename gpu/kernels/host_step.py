@@ -18,10 +18,12 @@ from gpu.kernels.step_kernels import (
     BAD_POSITION,
     BAD_SOURCE,
     FAULT_BITS,
+    NO_DRAFT,
     NOT_FILLED,
     NOT_PUBLISHED,
     OK,
     Configured,
+    Gained,
     PassShape,
     Rows,
     Tables,
@@ -114,12 +116,16 @@ def _take_pages(tables: Any, entry: Any, last: Any, row: Any, rows: Any, page_si
 
 
 @kernel
-def _take_sample(tables: Any, entry: Any, length: Any, sample: Any, rows: Any) -> None:
-    """Sample `sample` belongs to `entry`, which will have `length` tokens in the cache and gets the one behind them."""
-    rows.entries[sample] = entry
-    rows.lengths[sample] = length if entry != PADDING_ENTRY else 0  # padding stays at position 0 for ever
-    rows.places[sample] = length
-    rows.counts[sample] = 1
+def _take_gainer(entry: Any, length: Any, gainer: Any, rows: Any) -> None:
+    """`entry` will have `length` tokens in the cache once it has gained one."""
+    rows.entries[gainer] = entry
+    rows.lengths[gainer] = length if entry != PADDING_ENTRY else 0  # padding stays at position 0 for ever
+
+
+@kernel
+def _take_sample(tables: Any, entry: Any, place: Any, sample: Any, rows: Any) -> None:
+    """Sample `sample` is the token of `entry` at position `place`."""
+    rows.places[sample] = place
     for k in range(3):
         rows.real[k, sample] = tables.real[k, entry]
     rows.top_k[sample] = tables.top_k[entry]
@@ -127,8 +133,10 @@ def _take_sample(tables: Any, entry: Any, length: Any, sample: Any, rows: Any) -
 
 
 @host_kernel
-def gather_decode(tables: Any, entries: Any, live: Any, padded: Any, rows: Any, page_size: Any, poison: Any) -> int:
-    """Rows, tokens and samples 0..padded: one token of each entry; beyond `live` they belong to padding."""
+def gather_decode(
+    tables: Any, entries: Any, live: Any, padded: Any, window: Any, rows: Any, page_size: Any, poison: Any
+) -> int:
+    """Rows 0..padded, a window of each entry: its newest token, and room for drafts; beyond `live` they are padding."""
     for i in range(padded):
         entry = entries[i] if i < live else PADDING_ENTRY
         if entry < 0 or entry >= tables.length.shape[0]:
@@ -136,28 +144,32 @@ def gather_decode(tables: Any, entries: Any, live: Any, padded: Any, rows: Any, 
         at, token = tables.length[entry], tables.token[entry]
         if at < 0 or token < 0:
             return _fault(NOT_PUBLISHED, entry)
-        fault = _take_pages(tables, entry, at, i, rows, page_size)
+        fault = _take_pages(tables, entry, at + window - 1, i, rows, page_size)
         if fault != OK:
             return fault
-        rows.tokens[i] = token
-        rows.positions[i] = at
-        rows.seqs[i] = i
-        rows.starts[i] = i
-        rows.ends[i] = at + 1
-        rows.logit_rows[i] = i
-        _take_sample(tables, entry, at + 1, i, rows)
+        rows.starts[i] = i * window
+        rows.ends[i] = at + window
+        for w in range(window):
+            t = i * window + w
+            rows.tokens[t] = token if w == 0 else NO_DRAFT
+            rows.positions[t] = at + w
+            rows.seqs[t] = i
+            rows.logit_rows[t] = t
+            _take_sample(tables, entry, at + w + 1, t, rows)
+        _take_gainer(entry, at + 1, i, rows)
         if poison and entry != PADDING_ENTRY:
             tables.token[entry] = -1  # consumed: nobody may read it again before a step stashes the next one
-    rows.starts[padded] = padded
+    rows.starts[padded] = padded * window
     return OK
 
 
 @host_kernel
 def gather_chunks(
-    tables: Any, chunks: Any, count: Any, ids: Any, decode: Any, rows: Any, page_size: Any, poison: Any
+    tables: Any, chunks: Any, count: Any, ids: Any, decode: Any, window: Any, rows: Any, page_size: Any, poison: Any
 ) -> int:
     """Append `count` chunks i32[6, cap] behind `decode` decode rows; only a last chunk samples a token."""
-    token, sample = decode, decode
+    before = decode * window
+    token, last = before, 0
     for c in range(count):
         entry, start, n = chunks[CHUNK_ENTRY, c], chunks[CHUNK_START, c], chunks[CHUNK_COUNT, c]
         if entry < 0 or entry >= tables.length.shape[0]:
@@ -167,19 +179,45 @@ def gather_chunks(
             return fault
         rows.ends[decode + c] = start + n
         for j in range(n):
-            rows.tokens[token + j] = ids[token - decode + j]
+            rows.tokens[token + j] = ids[token - before + j]
             rows.positions[token + j] = start + j
             rows.seqs[token + j] = decode + c
         token += n
         rows.starts[decode + c + 1] = token
         if chunks[CHUNK_LAST, c] != 0:
-            rows.logit_rows[sample] = token - 1
-            _take_sample(tables, entry, start + n, sample, rows)
-            sample += 1
+            rows.logit_rows[before + last] = token - 1
+            _take_sample(tables, entry, start + n, before + last, rows)
+            _take_gainer(entry, start + n, decode + last, rows)
+            last += 1
         if poison and entry != PADDING_ENTRY:
             tables.length[entry] = -1  # what an earlier request left here is not to be read
             tables.token[entry] = -1
     return OK
+
+
+@host_kernel
+def accept(
+    tokens: Any, entries: Any, lengths: Any, targets: Any, counts: Any, gained: Any, newest: Any, table: Any,
+    decode: Any, lasts: Any, window: Any,
+) -> None:  # fmt: skip
+    """See `StepKernels.accept`."""
+    for i in range(decode + lasts):
+        first = i * window if i < decode else decode * window + i - decode
+        count = 1
+        if i < decode:
+            while (
+                count < window
+                and targets[first + count - 1] >= 0
+                and (tokens[first + count] == targets[first + count - 1])
+            ):
+                count += 1
+        for w in range(gained.shape[0]):
+            gained[w, i] = targets[first + w] if w < count else -1
+        counts[i] = count
+        newest[i] = targets[first + count - 1]
+        if lengths[i] > 0:
+            lengths[i] += count - 1
+        table[entries[i]] = lengths[i]
 
 
 class HostStepKernels(Configured):
@@ -214,14 +252,15 @@ class HostStepKernels(Configured):
 
     def gather(self, step: StepView, tables: Tables, ids: Any, rows: Rows, shape: PassShape, fault: Any) -> None:
         """Lay out the pass of a step."""
-        size, poison = self._page_size, self._poison
-        _raise(gather_decode(tables, step.decode_entries, step.n_decode, shape.decode, rows, size, poison))
+        size, poison, window = self._page_size, self._poison, shape.window
+        _raise(gather_decode(tables, step.decode_entries, step.n_decode, shape.decode, window, rows, size, poison))
         if shape.chunks:
-            _raise(gather_chunks(tables, step.chunks, shape.chunks, ids, shape.decode, rows, size, poison))
+            _raise(gather_chunks(tables, step.chunks, shape.chunks, ids, shape.decode, window, rows, size, poison))
 
-    def publish(self, table: Any, entries: Any, lengths: Any) -> None:
-        """Set the new length of each entry."""
-        table[entries] = lengths
+    def accept(self, rows: Rows, targets: Any, gained: Gained, table: Any, shape: PassShape) -> None:
+        """Say what each row gains, and publish its length."""
+        own, shared = (rows.tokens, rows.entries, rows.lengths), (gained.counts, gained.tokens, gained.newest)
+        accept(*own, targets, *shared, table, shape.decode, shape.lasts, shape.window)
 
     def stash(self, table: Any, entries: Any, tokens: Any) -> None:
         """Leave the newest token of each entry for the next step."""

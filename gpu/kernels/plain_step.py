@@ -14,8 +14,10 @@ from gpu.kernels.step_kernels import (
     BAD_PAGE,
     BAD_POSITION,
     FAULT_BITS,
+    NO_DRAFT,
     NOT_FILLED,
     NOT_PUBLISHED,
+    Gained,
     PassShape,
     Rows,
     Tables,
@@ -76,19 +78,23 @@ def gather(
     faults: list[int] = []
     for row in range(shape.decode):
         entry = int(step.decode_entries[row]) if row < step.n_decode else PADDING
-        code = _decode_fault(tables, entry, page_size)
+        code = _decode_fault(tables, entry, shape.window, page_size)
         if code:
             faults.append(fault(code, entry))
             entry, position, token = PADDING, 0, PADDING
         else:
             position, token = int(tables.length[entry]), int(tables.token[entry])
-        _lay_out(rows, row, row, [token], position)
-        _take_pages(faults, tables, entry, position, rows.pages[row], page_size)
-        _take_sample(tables, entry, position + 1, rows, row)
-        rows.logit_rows[row] = row
+        window, begin = shape.window, row * shape.window
+        _lay_out(rows, row, begin, [token] + [NO_DRAFT] * (window - 1), position)
+        _take_pages(faults, tables, entry, position + window - 1, rows.pages[row], page_size)
+        _take_gainer(entry, position + 1, rows, row)
+        for w in range(window):
+            _take_sample(tables, entry, position + 1 + w, rows, begin + w)
+            rows.logit_rows[begin + w] = begin + w
         if poison and entry != PADDING:
             tables.token[entry] = -1
-    first, sample = shape.decode, shape.decode
+    before = first = sample = shape.decode * shape.window
+    gainer = shape.decode
     for c in range(shape.chunks):
         entry, row = int(step.chunks[CHUNK_ENTRY, c]), shape.decode + c
         start, count = int(step.chunks[CHUNK_START, c]), int(step.chunks[CHUNK_COUNT, c])
@@ -99,31 +105,49 @@ def gather(
             _lay_out(rows, row, first, [PADDING] * count, None)
         else:
             end = start + count
-            begin = first - shape.decode
+            begin = first - before
             _lay_out(rows, row, first, ids[begin : begin + count].tolist(), start)
         _take_pages(faults, tables, entry, end - 1, rows.pages[row], page_size)
         first += count
         if step.chunks[CHUNK_LAST, c]:
             rows.logit_rows[sample] = first - 1
             _take_sample(tables, entry, end, rows, sample)
-            sample += 1
+            _take_gainer(entry, end, rows, gainer)
+            sample, gainer = sample + 1, gainer + 1
         if poison and entry != PADDING:
             tables.length[entry] = tables.token[entry] = -1
     return faults
 
 
+def accept(rows: Rows, targets: Array, gained: Gained, table: Array, shape: PassShape) -> None:
+    """What each row gains, see `StepKernels.accept`."""
+    gained.tokens[:, : shape.gainers] = -1
+    for i in range(shape.gainers):
+        window = shape.window if i < shape.decode else 1
+        first = i * window if i < shape.decode else shape.decode * shape.window + i - shape.decode
+        run = [int(targets[first])]
+        for w in range(1, window):
+            if run[-1] < 0 or rows.tokens[first + w] != run[-1]:
+                break
+            run.append(int(targets[first + w]))
+        gained.tokens[: len(run), i] = run
+        gained.counts[i], gained.newest[i] = len(run), run[-1]
+        rows.lengths[i] += len(run) - 1 if rows.lengths[i] else 0
+        table[rows.entries[i]] = rows.lengths[i]
+
+
 def scatter(table: Array, entries: Array, values: Array) -> None:
-    """Publish or stash: table[entries] = values."""
+    """Stash: table[entries] = values."""
     for entry, value in zip(entries.tolist(), values.tolist(), strict=True):
         table[entry] = value
 
 
-def _decode_fault(tables: Tables, entry: int, page_size: int) -> int:
+def _decode_fault(tables: Tables, entry: int, window: int, page_size: int) -> int:
     if not 0 <= entry < len(tables.length):
         return BAD_ENTRY
     if tables.length[entry] < 0 or tables.token[entry] < 0:
         return NOT_PUBLISHED
-    return BAD_POSITION if tables.length[entry] >= tables.pages.shape[1] * page_size else 0
+    return BAD_POSITION if int(tables.length[entry]) + window > tables.pages.shape[1] * page_size else 0
 
 
 def _chunk_fault(tables: Tables, entry: int, last: int, page_size: int) -> int:
@@ -150,12 +174,15 @@ def _take_pages(faults: list[int], tables: Tables, entry: int, last: int, row: A
         faults.append(fault(NOT_FILLED, entry))
 
 
-def _take_sample(tables: Tables, entry: int, length: int, rows: Rows, sample: int) -> None:
-    """What the sampler and the relay need for the token at position `length` of the entry."""
-    rows.entries[sample] = entry
-    rows.lengths[sample] = length if entry != PADDING else 0  # padding stays at length 0 for ever
-    rows.places[sample] = length
-    rows.counts[sample] = 1
+def _take_gainer(entry: int, length: int, rows: Rows, gainer: int) -> None:
+    """What the relay needs for an entry that has `length` tokens once it has gained one."""
+    rows.entries[gainer] = entry
+    rows.lengths[gainer] = length if entry != PADDING else 0  # padding stays at length 0 for ever
+
+
+def _take_sample(tables: Tables, entry: int, place: int, rows: Rows, sample: int) -> None:
+    """What the sampler needs for the token at position `place` of the entry."""
+    rows.places[sample] = place
     rows.real[:, sample] = tables.real[:, entry]
     rows.top_k[sample] = tables.top_k[entry]
     rows.seed[sample] = tables.seed[entry]

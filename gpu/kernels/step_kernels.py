@@ -15,6 +15,8 @@ from shm.records import CHUNK_COUNT, CHUNK_LAST, StepLayout, StepView
 
 Array = Any  # numpy.ndarray or torch.Tensor
 
+NO_DRAFT = 0  # a token as good as any other: where a drafter has nothing to say, the target decides anyway
+
 # What a kernel finds wrong with a descriptor: a code, with the entry in the bits above it.
 OK = 0
 BAD_ENTRY, BAD_PAGE, BAD_POSITION, NOT_PUBLISHED, NOT_FILLED, BAD_SOURCE = 1, 2, 3, 4, 5, 6
@@ -54,14 +56,21 @@ class Rows(NamedTuple):
     pages: Array  # i32[rows, pages_per_row] only what the positions of the row reach is valid
     starts: Array  # i32[rows + 1] first token of each row, and behind the last row the number of tokens
     ends: Array  # i32[rows] tokens in the cache of each row once the pass has run
+    entries: Array  # i32[gainers] relay entry that gains tokens
+    lengths: Array  # i32[gainers] its length once it has gained one; 0 for padding
     logit_rows: Array  # i32[samples] index into tokens
-    entries: Array  # i32[samples] relay entry that gets the sampled token
-    lengths: Array  # i32[samples] its new length; 0 for padding
     places: Array  # i32[samples] position of the token to be sampled
-    counts: Array  # i32[samples] tokens that the step gains: 1
     real: Array  # f32[3, samples]
     top_k: Array  # i32[samples]
     seed: Array  # u64[samples]; on CUDA the same bits as i64
+
+
+class Gained(NamedTuple):
+    """What the rows of a pass gain."""
+
+    counts: Array  # i32[gainers] tokens, from 1 on
+    tokens: Array  # i32[window, rows] those tokens, plane by plane, and -1 behind them; strided
+    newest: Array  # i32[gainers] the last one of each row
 
 
 class Extents(NamedTuple):
@@ -74,34 +83,44 @@ class Extents(NamedTuple):
 
 @dataclass(frozen=True)
 class PassShape:
-    """The extents of one pass: decode rows come first, then the chunks. Known to the host."""
+    """The extents of one pass: decode rows come first, a window of tokens each, then the chunks. Known to the host."""
 
     decode: int  # decode rows, padding included
     chunks: int
     tokens: int
-    samples: int  # rows that get a token: decode rows and last chunks
+    lasts: int  # chunks that are the last of their prompt, and get a token
     longest: int  # most tokens of one row
+    window: int = 1  # tokens of each decode row: the newest, and the drafts behind it
 
     @classmethod
-    def of_decode(cls, rows: int) -> "PassShape":
+    def of_decode(cls, rows: int, window: int = 1) -> "PassShape":
         """A pass of `rows` decode rows and nothing else."""
-        return cls(rows, 0, rows, rows, 1)
+        return cls(rows, 0, rows * window, 0, window, window)
 
     @classmethod
     def of_step(cls, step: StepView) -> "PassShape":
         """The pass of a descriptor, without padding."""
-        decode, chunks = step.n_decode, step.n_chunks
+        decode, chunks, window = step.n_decode, step.n_chunks, 1 + step.drafts
         if not chunks:
-            return cls.of_decode(decode)
+            return cls.of_decode(decode, window)
         counts, last = step.chunks[CHUNK_COUNT, :chunks], step.chunks[CHUNK_LAST, :chunks]
-        return cls(
-            decode, chunks, decode + int(counts.sum()), decode + int(np.count_nonzero(last)), max(1, int(counts.max()))
-        )
+        tokens, longest = decode * window + int(counts.sum()), max(window, int(counts.max()))
+        return cls(decode, chunks, tokens, int(np.count_nonzero(last)), longest, window)
 
     @property
     def rows(self) -> int:
         """Sequences that take part."""
         return self.decode + self.chunks
+
+    @property
+    def gainers(self) -> int:
+        """Rows that gain tokens: decode rows, then last chunks."""
+        return self.decode + self.lasts
+
+    @property
+    def samples(self) -> int:
+        """Tokens that are sampled: one behind each token of a window, and one behind each last chunk."""
+        return self.decode * self.window + self.lasts
 
 
 class Configured:
@@ -149,11 +168,17 @@ class StepKernels(Protocol):
         fault.
         """
 
-    def publish(self, table: Array, entries: Array, lengths: Array) -> None:
-        """Set table[entries] = lengths, i32[samples]; a repeated entry can only be padding."""
+    def accept(self, rows: Rows, targets: Array, gained: Gained, table: Array, shape: PassShape) -> None:
+        """Say what each row gains, and publish its length: table[entry], i32[entries].
+
+        targets i32[samples]: the token that the target chose behind each token of a window, and behind each last chunk.
+        A row gains its targets up to the first one that differs from the draft behind it in rows.tokens: so what is
+        gained is what the target would have chosen without drafts, at any temperature. Fills `gained`; rows.lengths
+        counts from then on what was gained, and stays 0 for padding. A target below 0 is no token: a row ends there.
+        """
 
     def stash(self, table: Array, entries: Array, tokens: Array) -> None:
-        """Set table[entries] = tokens, i32[samples]; a repeated entry can only be padding."""
+        """Set table[entries] = tokens, i32[gainers]; a repeated entry can only be padding."""
 
     def deliver(self, outcome: Array, payload: Array, ints: int) -> None:
         """Copy the first `ints` of outcome i32 on the device to payload i32 in pinned memory."""

@@ -18,10 +18,10 @@ from gpu.kernels.attention_cut import (
     QUERY_TILES,
     SPLIT_KEYS,
     SPLITS_MAX,
-    STAGES,
     Cut,
     keys_of,
     scratch_floats,
+    stages_of,
     variants,
 )
 from gpu.kernels.step_kernels import Extents
@@ -269,7 +269,7 @@ class PagedAttention:
             EVEN=cut.row_blocks > 0,
             SPLIT=cut.splits > 1,
             num_warps=4,
-            num_stages=STAGES,
+            num_stages=stages_of(q.element_size()),
         )
         if cut.splits > 1:
             combine_kernel[(tokens, self._heads)](
@@ -294,8 +294,9 @@ def _attention_spec(
         "scale": "fp32",
     }
     shape = {"KV_HEADS": kv_heads, "GROUP": group, "DIM": dim, "PAGE": 16, "QUERIES": queries}
-    cut = {"KEYS": keys_of(queries, dim, 4 if dtype == "fp32" else 2), "EVEN": even, "SPLIT": split}
-    return _spec(attention_kernel, signature, shape | cut, {"num_warps": 4, "num_stages": STAGES})
+    itemsize = 4 if dtype == "fp32" else 2
+    cut = {"KEYS": keys_of(queries, dim, itemsize), "EVEN": even, "SPLIT": split}
+    return _spec(attention_kernel, signature, shape | cut, {"num_warps": 4, "num_stages": stages_of(itemsize)})
 
 
 def _combine_spec(dtype: str, heads: int, dim: int) -> KernelSpec:

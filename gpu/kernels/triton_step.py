@@ -1,10 +1,10 @@
 """Triton kernels of the step's own bookkeeping, behind the contract that the step program calls.
 
-Owns the CUDA side of `step_kernels.StepKernels`: the writes to the shared tables and to the relay are here, the gather
-is in `triton_gather`. Everything is queued on torch's current stream; what the host has to know it takes from its own
-view of the descriptor, never from the device. A kernel cannot raise: it leaves the largest fault code in `fault`, and
-leaves out what is wrong. No kernel indexes what it was not given, whatever a descriptor says. No two writes of one step
-may name the same place.
+Owns the CUDA side of `step_kernels.StepKernels`: the writes to the shared tables and to the relay, and what rows gain;
+the gather is in `triton_gather`. Everything is queued on torch's current stream; what the host has to know it takes
+from its own view of the descriptor, never from the device. A kernel cannot raise: it leaves the largest fault code in
+`fault`, and leaves out what is wrong. No kernel indexes what it was not given, whatever a descriptor says. No two
+writes of one step may name the same place.
 """
 
 from typing import Any
@@ -14,8 +14,8 @@ import triton.language as tl
 
 from gpu.device.protocol import DeviceError
 from gpu.kernels import step_kernels
-from gpu.kernels.step_kernels import BAD_SOURCE, FAULT_BITS, Array, Configured, PassShape, Rows, Tables, explain
-from gpu.kernels.triton_gather import WARPS, TritonGather, _report, spec_layouts, specify
+from gpu.kernels.step_kernels import BAD_SOURCE, FAULT_BITS, Array, Configured, Gained, PassShape, Rows, Tables, explain
+from gpu.kernels.triton_gather import SPEC_WINDOWS, WARPS, TritonGather, _report, spec_layouts, specify
 from gpu.kernels.triton_spec import KernelSpec
 from shm import records
 from shm.records import StepLayout, StepView
@@ -100,6 +100,39 @@ def scatter_kernel(table, entries, values, count, ENTRIES: tl.constexpr, BLOCK: 
         tl.store(table + entry, tl.load(values + i, mask=i < count, other=0), mask=(i < count) & exists)
 
 
+@triton.jit(do_not_specialize=["decode", "rows"])
+def accept_kernel(  # type: ignore[no-untyped-def]
+    tokens, entries, lengths, targets, counts, gained, newest, table, decode, rows,
+    ENTRIES: tl.constexpr, WINDOW: tl.constexpr, PLANES: tl.constexpr, PLANE: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """What all rows gain, by one program; the first `decode` rows have a window of drafts, the others a single target.
+
+    gained: PLANES planes, PLANE apart.
+    """
+    for begin in range(0, rows, BLOCK):
+        i = begin + tl.arange(0, BLOCK)
+        given, windowed = i < rows, i < decode
+        first = tl.where(windowed, i * WINDOW, decode * WINDOW + i - decode)
+        last, count = tl.load(targets + first, mask=given, other=0), tl.full((BLOCK,), 1, tl.int32)
+        tl.store(gained + i, last, mask=given)
+        for w in tl.static_range(1, WINDOW):
+            draft = tl.load(tokens + first + w, mask=windowed, other=0)
+            target = tl.load(targets + first + w, mask=windowed, other=0)
+            takes = windowed & (count == w) & (last >= 0) & (draft == last)
+            last = tl.where(takes, target, last)
+            count += takes.to(tl.int32)
+            tl.store(gained + w * PLANE + i, tl.where(takes, target, -1), mask=given)
+        for w in tl.static_range(WINDOW, PLANES):
+            tl.store(gained + w * PLANE + i, tl.full((BLOCK,), -1, tl.int32), mask=given)
+        tl.store(counts + i, count, mask=given)
+        tl.store(newest + i, last, mask=given)
+        length = tl.load(lengths + i, mask=given, other=0)
+        length = tl.where(length > 0, length + count - 1, length)  # padding stays at length 0 for ever
+        tl.store(lengths + i, length, mask=given)
+        entry = tl.load(entries + i, mask=given, other=0)
+        tl.store(table + entry, length, mask=given & (entry >= 0) & (entry < ENTRIES))
+
+
 class TritonStepKernels(Configured):
     """The kernels behind the contract of `step_kernels.StepKernels`. Arrays are tensors; seeds are i64."""
 
@@ -142,9 +175,17 @@ class TritonStepKernels(Configured):
         """Lay out the pass of a step."""
         self._gather.run(step, tables, ids, rows, shape, fault)
 
-    def publish(self, table: Array, entries: Array, lengths: Array) -> None:
-        """Set the new length of each entry."""
-        _scatter(table, entries, lengths)
+    def accept(self, rows: Rows, targets: Array, gained: Gained, table: Array, shape: PassShape) -> None:
+        """Say what each row gains, and publish its length."""
+        planes, width = gained.tokens.shape
+        assert shape.window <= planes and shape.gainers <= width and shape.samples <= targets.shape[0]
+        assert shape.tokens <= rows.tokens.shape[0]
+        if shape.gainers:
+            accept_kernel[(1,)](
+                *(rows.tokens, rows.entries, rows.lengths, targets, *gained, table, shape.decode, shape.gainers),
+                **accept_constants(table.shape[0], shape.window, planes, gained.tokens.stride(0)),
+                num_warps=WARPS,
+            )
 
     def stash(self, table: Array, entries: Array, tokens: Array) -> None:
         """Leave the newest token of each entry for the next step."""
@@ -178,6 +219,11 @@ def sampling_constants(layout: StepLayout, entries: int) -> dict[str, Any]:
     }  # fmt: skip
 
 
+def accept_constants(entries: int, window: int, planes: int, plane: int) -> dict[str, Any]:
+    """Of `accept_kernel`. planes of the tokens gained, and how far apart they are."""
+    return {"ENTRIES": entries, "WINDOW": window, "PLANES": planes, "PLANE": plane, "BLOCK": WRITES_BLOCK}
+
+
 SPECS: list[KernelSpec] = [
     spec
     for layout, pages, _ in spec_layouts()
@@ -185,5 +231,10 @@ SPECS: list[KernelSpec] = [
         specify(write_slots_kernel, slot_constants(layout, pages, 10000)),
         specify(write_sampling_kernel, sampling_constants(layout, pages[0])),
         specify(scatter_kernel, {"ENTRIES": pages[0], "BLOCK": SCATTER_BLOCK}),
+        *(
+            specify(accept_kernel, accept_constants(pages[0], window, most, pages[0] - 1))
+            for most in SPEC_WINDOWS
+            for window in sorted({1, most})
+        ),
     )
 ]

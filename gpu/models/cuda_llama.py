@@ -224,14 +224,16 @@ class CudaLlama:
         Libraries choose the kernel of a product by its size, and load it when it first comes. Waits for the device.
         """
         info, most = self.info, min(self.max_tokens, self.pages_per_row * self.k_cache.shape[2])
+        self.attention.plan(None, 1)
         ints = partial(torch.zeros, dtype=torch.int32, device=self._device)
         page_rows, logits = ints((1, self.pages_per_row)), torch.zeros((1, info.vocab_size), device=self._device)
+        positions = torch.arange(most, dtype=torch.int32, device=self._device)
+        extents = Extents(ints(2), ints(1) + 1, most)  # a row without tokens, in the padding page
         for count in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
-            extents = Extents(torch.tensor([0, count], dtype=torch.int32, device=self._device), ints(1) + count, count)
-            positions = torch.arange(count, dtype=torch.int32, device=self._device)
-            self.forward(ints(count), positions, ints(count), page_rows, ints(1), logits, extents)
-        queries, caches = self._work.queries[:count], (self.k_cache[0], self.v_cache[0])
-        self.attention.warm(queries, *caches, page_rows, ints(count), positions, extents, self._work.attended[:count])
+            some = extents._replace(longest=count)
+            self.forward(ints(count), positions[:count], ints(count), page_rows, ints(1), logits, some)
+        caches = (self.k_cache[0], self.v_cache[0])
+        self.attention.warm(self._work.queries, *caches, page_rows, ints(most), positions, extents, self._work.attended)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
 

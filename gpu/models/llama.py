@@ -88,7 +88,9 @@ class HostLlama:
         max_seqs: int,
         threads: int,
         progress: Progress | None = None,
+        team: Team | None = None,
     ) -> None:
+        """team: of that many threads, if there is one already that never runs at the same time."""
         if dtype not in WEIGHT_BYTES:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(WEIGHT_BYTES)}")
         _check_shape(info, page_size)
@@ -100,7 +102,7 @@ class HostLlama:
         self.pages_per_row = pages_per_row
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
-        self.team = Team(threads)
+        self.team = team or Team(threads)
         self._kept: list[npt.NDArray[Any]] = []  # buffers that the block refers to by address
         self._block = self.team.block(words.BLOCK_WORDS)
         self._pass = passes.PASSES[dtype]
@@ -216,7 +218,8 @@ class HostLlama:
         cosines, sines = rope_tables(info.head_dim, positions, info.rope_theta, info.rope_scaling)
         self._buffer(words.COSINES, cosines.shape, np.float32)[:] = cosines
         self._buffer(words.SINES, sines.shape, np.float32)[:] = sines
-        self._buffer(words.RESIDUAL, (rows, info.hidden_size), np.float32)
+        # f32[tokens, hidden]: behind a pass, the state of each of its tokens behind the last layer.
+        self.residual = self._buffer(words.RESIDUAL, (rows, info.hidden_size), np.float32)
         condensed = np.int16 if self.dtype == INT8 else np.float32
         self._buffer(words.ACTIVATIONS, (max(rows, self.max_seqs), widest), condensed)
         self._buffer(words.ROW_SCALES, (max(rows, self.max_seqs),), np.float32)

@@ -129,7 +129,7 @@ def test_lengths_on_the_device_are_launched_without_a_plan(library: Any, runtime
 def work_of(attention: fi.PlannedDecode, info: list[int], rows: int) -> dict[int, list[int]]:
     """Which pieces of each row's pages the plan hands out, and how many pages each has."""
     padded = info[0]
-    plan = attention._plan.numpy()
+    plan = attention._target.numpy()
 
     def array(which: int, kind: type, count: int) -> np.ndarray:
         return plan[info[which] :].view(np.uint8)[: count * np.dtype(kind).itemsize].view(kind)
@@ -151,12 +151,12 @@ def test_one_captured_launch_serves_all_lengths(library: Any, runtime: Runtime) 
         attention.plan(lengths, ROWS)
         times.append(time.perf_counter() - began)
         ((to, source, _),) = runtime.copies()
-        assert to == attention._plan.data_ptr(), "a plan goes to the memory that the captured launch reads"
+        assert to == attention._target.data_ptr(), "a plan goes to the memory that the captured launch reads"
         sources.append(source)
-        info = [int(word) for word in attention._plans[ROWS].wrapper._plan_info]
+        info = [int(word) for word in attention._wrappers[ROWS].wrapper._plan_info]
         infos.add(tuple(info))
         work = work_of(attention, info, ROWS)
-        chunk = int(attention._plan.numpy()[info[CHUNK] :][:4].view(np.int32)[0])
+        chunk = int(attention._target.numpy()[info[CHUNK] :][:4].view(np.int32)[0])
         padded = np.ones(ROWS, np.int64)
         padded[: len(lengths)] = lengths
         for row, length in enumerate(padded):

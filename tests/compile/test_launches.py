@@ -16,9 +16,11 @@ import triton
 
 from gpu.kernels import triton_pages, triton_sampling, triton_window
 from gpu.kernels.cuda_sampling_work import scratch_words
-from gpu.kernels.step_kernels import Extents, PassShape, Rows, Tables
+from gpu.kernels.draft_kernels import Text
+from gpu.kernels.step_kernels import Extents, Gained, PassShape, Rows, Tables
 from gpu.kernels.triton_compile import TARGETS, compile_spec
-from gpu.kernels.triton_gather import spec_layouts
+from gpu.kernels.triton_gather import SPEC_WINDOWS, spec_layouts
+from gpu.kernels.triton_ngram import TritonNgramKernels
 from gpu.kernels.triton_spec import collect_specs, kernel_modules, kernels_of
 from gpu.kernels.triton_step import TritonStepKernels
 from gpu.models.cuda_llama import CudaLlama
@@ -144,22 +146,23 @@ def run_window(size: Size) -> None:
         )
 
 
-def empty_rows() -> Rows:
-    """Room for the largest pass."""
-    tokens = RUNNING + CHUNK
-    sizes = {"tokens": (tokens,), "positions": (tokens,), "seqs": (tokens,), "pages": (RUNNING, PER_ROW)}
-    made = {name: ints(*sizes.get(name, (RUNNING,))) for name in Rows._fields}
-    made |= {"starts": ints(RUNNING + 1), "real": torch.zeros(3, RUNNING)}
-    return Rows(**{**made, "seed": torch.zeros(RUNNING, dtype=torch.int64)})
+def empty_rows(most: int) -> Rows:
+    """Room for the largest pass with windows of up to `most` tokens."""
+    tokens, samples = RUNNING * most + CHUNK, RUNNING * most
+    sizes = dict.fromkeys(("tokens", "positions", "seqs"), tokens)
+    sizes |= {"starts": RUNNING + 1, **dict.fromkeys(("logit_rows", "places", "top_k"), samples)}
+    made = {name: ints(sizes.get(name, RUNNING)) for name in Rows._fields}
+    made |= {"pages": ints(RUNNING, PER_ROW), "real": torch.zeros(3, samples)}
+    return Rows(**{**made, "seed": torch.zeros(samples, dtype=torch.int64)})
 
 
-def run_step(poison: bool) -> None:
+def run_step(poison: bool, most: int) -> None:
     """Every method of the step's own kernels; the descriptor lies in memory that any process may share."""
     kernels = TritonStepKernels(LAYOUT, page_size=PAGE, pages=PAGES, poison=poison)
     payload = np.zeros(LAYOUT.nbytes // 4, np.int32)
     slot = LAYOUT.view(payload)
     slot.clear()
-    slot.kind, slot.n_decode, slot.n_chunks, slot.n_slot_writes = STEP_MIXED, 3, 2, 1
+    slot.kind, slot.n_decode, slot.n_chunks, slot.n_slot_writes, slot.drafts = STEP_MIXED, 3, 2, 1, most - 1
     slot.chunks[:5, 0] = 4, 0, 0, 20, 1
     slot.chunks[:5, 1] = 5, 1, 3, 7, 0
     descriptor, ids, fault = ints(LAYOUT.nbytes // 4), ints(CHUNK), ints(1)
@@ -169,13 +172,26 @@ def run_step(poison: bool) -> None:
     tables = Tables(ints(ENTRIES), ints(ENTRIES), ints(ENTRIES, PER_ROW), torch.zeros(3, ENTRIES), ints(ENTRIES), seed)
     kernels.write_slots(step, 1, tables.pages, fault)
     kernels.write_sampling(step, 2, tables.real, tables.top_k, seed, fault)
-    rows = empty_rows()
-    for shape in (PassShape.of_decode(1), PassShape.of_decode(RUNNING), PassShape.of_step(slot)):
+    rows, gained = empty_rows(most), Gained(ints(RUNNING), ints(most, RUNNING), ints(RUNNING))
+    decode = [PassShape.of_decode(count, window) for count in (1, RUNNING) for window in {1, most}]
+    for shape in (*decode, PassShape.of_step(slot)):
         kernels.gather(step, tables, ids, rows, shape, fault)
+        kernels.accept(rows, ints(shape.samples), gained, tables.length, shape)
     for count in (1, 3):
-        kernels.publish(tables.length, rows.entries[:count], rows.lengths[:count])
         kernels.stash(tables.token, rows.entries[:count], ints(count))
     kernels.deliver(ints(64), ints(64), 64)
+
+
+def run_ngram() -> None:
+    """Texts noted, looked up and continued; those of other rows are asked, and not."""
+    window, kernels = SPEC_WINDOWS[-1], TritonNgramKernels(RUNNING, "cpu")
+    history, known, rows = ints(ENTRIES, PER_ROW * PAGE + 1), ints(ENTRIES), empty_rows(window)
+    kernels.note_prompts(history, known, ints(8, 128), [Text(1, 2, 100)])
+    gained = Gained(ints(RUNNING), ints(window, RUNNING), ints(RUNNING))
+    for shape in (PassShape.of_decode(1, window), PassShape.of_decode(RUNNING, window)):
+        for shared in (False, True):
+            kernels.look_up(history, known, rows, shape, shared=shared)
+        kernels.note_gains(history, known, rows, gained, shape)
 
 
 def run_pages() -> None:
@@ -187,8 +203,9 @@ CALLS: dict[str, Callable[[], Any]] = {
     **{f"model-{name}": lambda size=size: run_model(size) for name, size in SIZES.items()},
     "sampler": lambda: run_sampler(SIZES["smollm2-135m"]),
     "window": lambda: run_window(SIZES["qwen3-0.6b"]),
-    "step": lambda: run_step(False),
-    "step-poisoned": lambda: run_step(True),
+    **{f"step-{most}": lambda most=most: run_step(False, most) for most in SPEC_WINDOWS},
+    "step-poisoned": lambda: run_step(True, 1),
+    "ngram": run_ngram,
     "pages": run_pages,
 }
 

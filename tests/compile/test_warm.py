@@ -10,7 +10,8 @@ import torch
 from gpu.kernels import triton_sampling
 from gpu.kernels.attention_cut import Cut, variants
 from gpu.kernels.cuda_sampling_work import CHUNK, scratch_words
-from gpu.kernels.step_kernels import Extents, PassShape, Rows, Tables
+from gpu.kernels.step_kernels import Extents, Gained, PassShape, Rows, Tables
+from gpu.kernels.triton_ngram import TritonNgramKernels
 from gpu.kernels.triton_spec import kernel_modules, kernels_of
 from gpu.kernels.triton_step import TritonStepKernels
 from gpu.models.cuda_llama import CudaLlama
@@ -102,42 +103,74 @@ def test_a_model_that_is_not_warm_compiles_when_a_pass_comes(driver: FakeDriver)
     assert new_of(lambda: a_pass(model, [1, 30])) == {"attention_kernel"}
 
 
-def test_the_kernels_of_a_step_have_one_variant_for_all_steps(driver: FakeDriver) -> None:
-    config = small_config(max_running=RUNNING, prefill_chunk=64)
+def test_the_kernels_of_a_step_have_one_variant_of_each_window_for_all_steps(driver: FakeDriver) -> None:
+    config = small_config(max_running=RUNNING, prefill_chunk=64, window=4)
     layout, kernels = StepLayout(config), TritonStepKernels.of(config)
     descriptor, ids, fault = ints(layout.nbytes // 4), ints(config.prefill_chunk), ints(1)
-    seed = torch.zeros(config.entries, dtype=torch.int64)
+    tokens, samples = config.pass_tokens, RUNNING * config.window
+    seed = torch.zeros(samples, dtype=torch.int64)
     wide = ints(config.entries, config.pages_per_row)
     tables = Tables(ints(config.entries), ints(config.entries), wide, torch.zeros(3, config.entries), ints(9), seed)
     rows = Rows(
-        tokens=ints(config.pass_tokens), positions=ints(config.pass_tokens), seqs=ints(config.pass_tokens),
-        pages=ints(RUNNING, config.pages_per_row), starts=ints(RUNNING + 1), ends=ints(RUNNING),
-        logit_rows=ints(RUNNING), entries=ints(RUNNING), lengths=ints(RUNNING), places=ints(RUNNING),
-        counts=ints(RUNNING), real=torch.zeros(3, RUNNING), top_k=ints(RUNNING), seed=seed[:RUNNING],
+        tokens=ints(tokens), positions=ints(tokens), seqs=ints(tokens), pages=ints(RUNNING, config.pages_per_row),
+        starts=ints(RUNNING + 1), ends=ints(RUNNING), entries=ints(RUNNING), lengths=ints(RUNNING),
+        logit_rows=ints(samples), places=ints(samples), real=torch.zeros(3, samples), top_k=ints(samples), seed=seed,
     )  # fmt: skip
+    targets, newest = ints(samples), ints(RUNNING)
+    gained = Gained(ints(RUNNING), ints(config.window, RUNNING), newest)
     view = layout.view(np.zeros(layout.nbytes // 4, np.int32))
     view.kind = STEP_MIXED
 
-    def a_step(decode: int, chunks: list[int], writes: int) -> None:
-        view.n_decode, view.n_chunks = decode, len(chunks)
+    def a_step(decode: int, chunks: list[int], writes: int, window: int) -> None:
+        view.n_decode, view.n_chunks, view.drafts = decode, len(chunks), window - 1
         view.chunks[3, : len(chunks)], view.chunks[4, : len(chunks)] = chunks, 1
         shape = PassShape.of_step(view)
         step = kernels.view(descriptor)
         kernels.write_slots(step, writes, tables.pages, fault)
         kernels.write_sampling(step, min(writes, RUNNING), tables.real, tables.top_k, tables.seed, fault)
         kernels.gather(step, tables, ids, rows, shape, fault)
-        kernels.publish(tables.length, rows.entries[: shape.samples], rows.lengths[: shape.samples])
+        kernels.accept(rows, targets[: shape.samples], gained, tables.length, shape)
+        kernels.stash(tables.token, rows.entries[: shape.gainers], newest[: shape.gainers])
 
-    a_step(1, [], 1)  # what the warm-up does
-    a_step(0, [1], 1)
+    a_step(1, [], 1, 1)  # what the warm-up does
+    a_step(1, [], 1, 4)
+    a_step(0, [1], 1, 1)
 
     def others() -> None:
         for decode in range(RUNNING + 1):
             for chunks in ([], [1], [16], [7, 9], [32, 32], [1, 1, 1]):
-                if 0 < decode + len(chunks) <= RUNNING:
-                    a_step(decode, chunks, 1 + 3 * decode)
+                for window in (1, 4):
+                    if 0 < decode + len(chunks) <= RUNNING:
+                        a_step(decode, chunks, 1 + 3 * decode, window)
 
     assert not new_of(others)
+    assert new_of(lambda: a_step(1, [], 1, 3)) == {"gather_decode_kernel", "accept_kernel"}, "the control"
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_drafts_are_looked_up_by_one_variant_for_all_steps(driver: FakeDriver, shared: bool) -> None:
+    window, most = 4, 2 * RUNNING * 4
+    kernels, history, known = TritonNgramKernels(RUNNING, "cpu"), ints(RUNNING + 1, 129), ints(RUNNING + 1)
+    arrays = {name: ints(most) for name in Rows._fields}
+    rows, gained = Rows(**arrays), Gained(ints(RUNNING), ints(window, RUNNING), ints(RUNNING))
+
+    def a_step(decode: int, lasts: int, window: int) -> None:
+        shape = PassShape(decode, lasts, decode * window + lasts, lasts, window, window)
+        kernels.look_up(history, known, rows, shape, shared=shared)
+        kernels.note_gains(history, known, rows, gained, shape)
+
+    a_step(1, 0, 1)  # what the warm-up does
+    a_step(1, 0, window)
+    a_step(0, 1, 1)
+
+    def others() -> None:
+        for gainers in range(1, RUNNING + 1):
+            for decode in range(gainers + 1):
+                a_step(decode, gainers - decode, 1)
+                a_step(decode, gainers - decode, window)
+
+    assert not new_of(others)
+    assert new_of(lambda: a_step(1, 0, 3)) == {"search_kernel", "draft_kernel"}, "the control"
 
 
 def test_the_sampler_has_one_variant_for_all_batches(driver: FakeDriver) -> None:

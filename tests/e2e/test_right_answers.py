@@ -36,12 +36,17 @@ def requests_of(n: int, tokens: int, ignore_eos: bool = True) -> list[dict[str, 
     return bodies
 
 
+LOOKED_UP = ("--speculate", "ngram", "--draft-when", "always")
+ITSELF = ("--speculate", "smollm2-135m-instruct", "--draft-when", "always")  # the model drafts for itself
+
+
 def answers(server: LiveServer, bodies: list[dict[str, Any]], apart_s: float = 0.0) -> list[list[int]]:
     return [ids_of(a) for a in complete(server, bodies, apart_s=apart_s)]
 
 
 def test_float32_gives_every_id_of_the_greedy_file() -> None:
-    with live_server("--dtype", "float32") as server:
+    """With drafts, which change how many tokens a step brings and never which ones."""
+    with live_server("--dtype", "float32", *LOOKED_UP) as server:
         bodies = [
             {
                 "model": "smollm2-135m-instruct",
@@ -57,6 +62,7 @@ def test_float32_gives_every_id_of_the_greedy_file() -> None:
             assert ids_of(answer) == line["token_ids"]
             assert answer["choices"][0]["finish_reason"] == line["end"]
             assert answer["choices"][0]["text"] == line["text"]
+        assert server.metrics()["stepahead_drafted_tokens_total"] > 1000
         chats = [line for line in GREEDY if line["chat"]]
         chat_bodies = [
             {
@@ -76,12 +82,14 @@ def test_float32_gives_every_id_of_the_greedy_file() -> None:
 TOKENS = 12
 SHORT = requests_of(32, TOKENS)
 LONG = requests_of(20, 56)
-OTHERWISE = ("--no-overlap", "--prefill-chunk", "16")  # against overlap and chunks of 512: one difference would show
+# Against overlap, chunks of 512 and no drafts: one difference would show.
+OTHERWISE = ("--no-overlap", "--prefill-chunk", "16", *LOOKED_UP)
 
 
 @pytest.mark.parametrize("dtype", ["int8", "float32", "bfloat16"])
 def test_same_ids_in_every_setting(dtype: str) -> None:
-    """Overlap on and off; alone, 7 and 32 at once in any order; prefix hit; chunks of 16 and 512; retraction.
+    """Overlap on and off; alone, 7 and 32 at once in any order; prefix hit; chunks of 16 and 512; retraction; without
+    drafts, with drafts that are looked up, and with a model that drafts for itself.
 
     Greedy and seeded requests alike. All precisions accumulate in a fixed order, so bfloat16 is exact as well.
     """
@@ -105,7 +113,7 @@ def test_same_ids_in_every_setting(dtype: str) -> None:
         # One after the other, so that prompts join while others decode.
         shuffled = answers(server, [SHORT[i] for i in order], apart_s=0.04)
         assert [shuffled[order.index(i)] for i in range(len(SHORT))] == together, "32 at once"
-    with live_server("--dtype", dtype, "--kv-tokens", "2048") as server:
+    with live_server("--dtype", dtype, "--kv-tokens", "2048", *ITSELF) as server:
         tight = answers(server, LONG)
         metrics = server.wait_idle()
         assert metrics["stepahead_retractions_total"] > 0, "the cache was meant to be too small"

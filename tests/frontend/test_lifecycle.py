@@ -210,8 +210,8 @@ def test_failure_reaches_every_client_and_ends_the_process() -> None:
         streams = [Call(live, text("/slow", max_tokens=1000, stream=True)) for _ in range(3)]
         others = [Call(live, text("/slow", max_tokens=1000)), Call(live, text("/hang", stream=True))]
         live.wait_rows(5)
-        # All three have begun to be streamed: an answer that has not would be a 500.
-        live.wait(lambda: int((live.ledger.delivered > 0).sum()) >= 3)
+        # All three have begun to be streamed, and so has the whole one: a stream that has not would be a 500.
+        live.wait(lambda: int((live.ledger.delivered > 0).sum()) >= 4)
         with socket.create_connection(("127.0.0.1", int(live.url.rsplit(":", 1)[1]))):  # an idle one is in nobody's way
             started = time.monotonic()
             live.fail("the gpu process was killed")

@@ -15,6 +15,7 @@ from gpu.lanes import ResultSlot, StepSlot
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
 from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout
+from tests.gpu.mill_drafter import MillDrafter, make_drafter
 from tools.mill import VOCAB, next_token, slot_value
 
 
@@ -54,6 +55,35 @@ class PagedMill:
             seq, position = int(seqs[row]), int(positions[row])
             past = [slot(seq, p) for p in range(position + 1)]
             logits[i, next_token(zip(self.k_cache[past], self.v_cache[past], strict=True))] = 1
+
+
+class PlannedMill(PagedMill):
+    """A mill that is planned: it works with no other lengths than it was told, and for no other number of rows.
+
+    memory: i32[1] on the device, if there is any, that stands for the plan: it holds a hash of it.
+    """
+
+    told: Any = None
+    rows = 0
+    memory: Any = None
+
+    def plan(self, lengths: Any, rows: int) -> None:
+        assert lengths is None or len(lengths) <= rows
+        self.told, self.rows = lengths, rows
+        if self.memory is not None:
+            self.memory[0] = self._hash()
+
+    def forward(self, tokens: Any, positions: Any, seqs: Any, page_rows: Any, *others: Any) -> None:
+        assert self.rows == len(page_rows), "the plan is for another number of rows"
+        if self.told is not None:
+            padding = [1] * (len(positions) - len(self.told))
+            assert (positions + 1).tolist() == [*self.told.tolist(), *padding], "the plan says other lengths"
+        if self.memory is not None:
+            assert self.memory[0] == self._hash(), "the plan has not reached the device"
+        super().forward(tokens, positions, seqs, page_rows, *others)
+
+    def _hash(self) -> int:
+        return 1 if self.told is None else int(self.told.sum()) * 7 + self.rows + 2
 
 
 def mill_sample(logits: Any, temp: Any, top_p: Any, min_p: Any, top_k: Any, seed: Any, position: Any, out: Any) -> None:
@@ -101,11 +131,12 @@ def small_config(**changes: Any) -> ServerConfig:
 
 @dataclass
 class Issued:
-    """One queued step; `tokens` and `counts` are there once it is complete."""
+    """One queued step; `tokens` are there once it is complete: what each row has gained, row by row."""
 
     slot: StepSlot
     result: ResultSlot
     tokens: list[int] | None = None
+    counts: list[int] | None = None
 
 
 Chunk = tuple[int, int, int, int, int]  # entry, ledger row, start, count, last
@@ -114,13 +145,26 @@ Chunk = tuple[int, int, int, int, int]  # entry, ledger row, start, count, last
 class Bench:
     """A step program with the mill, and a writer of descriptors. Each step has slots of its own: nothing is reused."""
 
-    def __init__(self, device: Device, config: ServerConfig, **options: Any) -> None:
+    def __init__(
+        self, device: Device, config: ServerConfig, drafting: str = "mill", planned: bool = False, **options: Any
+    ) -> None:
+        """drafting: see `mill_drafter`, for windows of more than one token. planned: the model is a PlannedMill."""
         self.config = config
         self.device = device
-        self.model = PagedMill(config.pages, config.page_size)
+        self.model = (
+            PlannedMill(config.pages, config.page_size) if planned else PagedMill(config.pages, config.page_size)
+        )
+        if planned:
+            options["plan"] = self.model.plan
         self.ledger = np.zeros((config.rows, config.max_len), np.int32)
         kernels = HostStepKernels.of(config)
+        drafter = make_drafter(drafting, device, config, self.model) if config.window > 1 else None
+        options["drafter"] = drafter
         self.program = StepProgram(device, config, self.model, kernels, mill_sample, self.ledger, **options)
+        if isinstance(drafter, MillDrafter):
+            drafter.caches = self.program.caches
+        if self.program.plans is not None and isinstance(self.model, PlannedMill):
+            self.model.memory = self.program.plans.memory
         self.program.capture()
         self.completed: list[Issued] = []
         self._layout, self._result_layout = StepLayout(config), ResultLayout(config)
@@ -154,6 +198,7 @@ class Bench:
             view.set_sampling(i, entry, temperature, 1.0, 0.0, 0, seed)
         view.n_decode, view.n_chunks = len(decode or []), len(chunks or [])
         view.n_slot_writes, view.n_sampling = len(slots or []), len(sampling or [])
+        view.drafts = self.config.window - 1
         return StepSlot(self.device.pinned(payload, "step slot"), view)
 
     def enqueue(self, slot: StepSlot) -> Issued:
@@ -162,8 +207,9 @@ class Bench:
         issued = Issued(slot, result)
 
         def complete() -> None:
-            assert result.view.counts[: result.view.n_rows].tolist() == [1] * result.view.n_rows
-            issued.tokens = result.view.tokens[0, : result.view.n_rows].tolist()
+            view = result.view
+            issued.counts = view.counts[: view.n_rows].tolist()
+            issued.tokens = [t for i, n in enumerate(issued.counts) for t in view.tokens[:n, i].tolist()]
             self.completed.append(issued)
 
         self.program.enqueue(slot, result, complete)

@@ -79,6 +79,18 @@ class AuditDevice(HostDevice):
             now[:] = first
 
 
+def forgetful(name: str, kind: str, buffer: str) -> AuditDevice:
+    """A device that loses one part of a declaration."""
+
+    class Forgetful(AuditDevice):
+        def launch(self, stream: Any, fn: Any, **declared: Any) -> None:
+            if declared["name"] == name:
+                declared[kind] = [r for r in declared[kind] if r.buffer.name != buffer]
+            super().launch(stream, fn, **declared)
+
+    return Forgetful()
+
+
 def bytes_of(buffer: ArrayBuffer) -> np.ndarray[Any, np.dtype[np.uint8]]:
     return buffer.array.reshape(-1).view(np.uint8)
 
@@ -93,13 +105,18 @@ def mask(buffer: ArrayBuffer, regions: Regions) -> np.ndarray[Any, np.dtype[np.b
 
 def run(device: AuditDevice, **options: Any) -> None:
     """Chunks, mixed and decode steps, each ended before the next is queued."""
-    bench = Bench(device, small_config(**options), early_lengths=True)
+    drafting, planned = options.pop("drafting", "mill"), options.pop("planned", False)
+    bench = Bench(device, small_config(**options), drafting, planned, early_lengths=True)
     prompts = {1: [5, 6, 7, 8, 9], 2: [20, 21, 22], 3: [40] * 6}
     steps: list[dict[str, Any]] = [
-        {"slots": bench.fill(1, [1, 2, 3]), "sampling": [(1, 0.5, 2**40 + 7)], "chunks": [(1, 1, 0, 3, 0)]},
-        {"slots": bench.fill(2, [4, 5, 6]), "chunks": [(1, 1, 3, 2, 1), (2, 2, 0, 3, 1)]},
+        {
+            "slots": bench.fill(1, [1, 2, 3, 11, 12, 13, 14]),
+            "sampling": [(1, 0.5, 2**40 + 7)],
+            "chunks": [(1, 1, 0, 3, 0)],
+        },
+        {"slots": bench.fill(2, [4, 5, 6, 21, 22, 23, 24]), "chunks": [(1, 1, 3, 2, 1), (2, 2, 0, 3, 1)]},
         {"decode": [2, 1]},
-        {"decode": [1, 2], "slots": bench.fill(3, [7, 8]), "chunks": [(3, 3, 0, 6, 1)]},
+        {"decode": [1, 2], "slots": bench.fill(3, [7, 8, 31, 32, 33]), "chunks": [(3, 3, 0, 6, 1)]},
         {"decode": [1, 2, 3]},
         {"decode": [3, 1, 2]},
         {"decode": [2]},
@@ -111,6 +128,9 @@ def run(device: AuditDevice, **options: Any) -> None:
         device.synchronize()
     device.close()
     tokens = [step.tokens for step in bench.completed]
+    if bench.config.window > 1:
+        assert any(count > 1 for step in bench.completed for count in step.counts or []) or drafting == "ngram"
+        return
     one, two, three = reference(prompts[1], 5, 0.5, 2**40 + 7), reference(prompts[2], 6), reference(prompts[3], 3)
     assert tokens == [
         [], [one[0], two[0]], [two[1], one[1]], [one[2], two[2], three[0]], [one[3], two[3], three[1]],
@@ -123,9 +143,45 @@ def test_the_step_program_touches_what_it_declares_and_nothing_else(poison: bool
     device = AuditDevice()
     run(device, poison=poison)
     assert device.audited == {
-        "upload", "slot writes", "sampling writes", "begin", "gather", "model", "sample", "publish", "stash", "end",
+        "upload", "slot writes", "sampling writes", "begin", "gather", "model", "sample", "accept", "stash", "end",
         "early lengths", "result",
     }  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("drafting", "names"),
+    [
+        ("mill", {"draft"}),
+        ("ngram", {"look up", "note prompts", "note gains"}),
+        ("standalone", {"draft", "draft prefill"}),
+    ],
+)
+def test_so_do_drafters(drafting: str, names: set[str]) -> None:
+    device = AuditDevice()
+    run(device, drafting=drafting, window=3)
+    assert names < device.audited
+
+
+def test_so_does_a_plan() -> None:
+    device = AuditDevice()
+    run(device, planned=True)
+    assert "plan" in device.audited
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "buffer", "options"),
+    [
+        ("plan", "writes", "plan", {"planned": True}),
+        ("model", "reads", "plan", {"planned": True}),
+        ("look up", "reads", "ngram.history", {"drafting": "ngram", "window": 3}),
+        ("note gains", "writes", "ngram.known", {"drafting": "ngram", "window": 3}),
+        ("draft", "reads", "draft.k_cache", {"drafting": "standalone", "window": 3}),
+        ("draft", "writes", "batch.tokens", {"drafting": "standalone", "window": 3}),
+    ],
+)
+def test_the_audit_sees_what_they_do_not_declare(name: str, kind: str, buffer: str, options: dict[str, Any]) -> None:
+    with pytest.raises(Exception, match=name):
+        run(forgetful(name, kind, buffer), **options)
 
 
 @pytest.mark.parametrize(
@@ -140,20 +196,14 @@ def test_the_step_program_touches_what_it_declares_and_nothing_else(poison: bool
         ("model", "reads", "v_cache"),
         ("model", "writes", "k_cache"),
         ("sample", "reads", "batch.places"),
-        ("publish", "reads", "lengths0"),
+        ("accept", "reads", "batch.targets"),
         ("stash", "writes", "relay.token"),
         ("result", "reads", "outcome1"),
-        ("gather", "writes", "outcome0"),
+        ("accept", "writes", "outcome0"),
     ],
 )
 def test_the_audit_sees_a_declaration_that_is_missing(name: str, kind: str, buffer: str) -> None:
-    class Forgetful(AuditDevice):
-        def launch(self, stream: Any, fn: Any, **declared: Any) -> None:
-            if declared["name"] == name:
-                declared[kind] = [r for r in declared[kind] if r.buffer.name != buffer]
-            super().launch(stream, fn, **declared)
-
-    device = Forgetful()
+    device = forgetful(name, kind, buffer)
     with pytest.raises(Exception, match=f"{name} {kind}"):
         run(device)
     device.close()

@@ -30,7 +30,7 @@ def test_sizes_ascend_to_the_largest_batch_and_no_step_is_large(max_running: int
 def test_every_key_is_captured_and_a_batch_takes_the_next_size() -> None:
     device = HostDevice()
     stream = device.stream("s")
-    graphs = DecodeGraphs(device, stream, 8, lanes=3)
+    graphs = DecodeGraphs(device, stream, 8, windows=(1, 4), lanes=3)
     seen: list[GraphKey] = []
     ran: list[GraphKey] = []
 
@@ -38,16 +38,17 @@ def test_every_key_is_captured_and_a_batch_takes_the_next_size() -> None:
         seen.append(key)
         device.launch(stream, lambda: ran.append(key), reads=(), writes=(), name="pass")
 
-    assert graphs.capture(issue) == 18 == len(set(seen))
+    assert graphs.capture(issue) == 36 == len(set(seen))
     for live, rows in ((1, 1), (4, 4), (5, 6), (7, 8), (8, 8)):
-        for lane in range(3):
-            assert graphs.key(live, lane) == GraphKey(rows, lane)
-            graphs.launch(graphs.key(live, lane))
+        for lane, window in enumerate((1, 4, 1)):
+            assert graphs.key(live, window, lane) == GraphKey(rows, window, lane)
+            graphs.launch(graphs.key(live, window, lane))
     device.synchronize()
-    assert ran == [GraphKey(rows, lane) for rows in (1, 4, 6, 8, 8) for lane in range(3)]
+    assert ran == [GraphKey(rows, (1, 4, 1)[lane], lane) for rows in (1, 4, 6, 8, 8) for lane in range(3)]
     for live in (0, 9):
         with pytest.raises(AssertionError):
-            graphs.key(live, 0)
-    with pytest.raises(KeyError):
-        graphs.launch(GraphKey(5, 0))
+            graphs.key(live, 1, 0)
+    for absent in (GraphKey(5, 1, 0), GraphKey(4, 2, 0)):
+        with pytest.raises(KeyError):
+            graphs.launch(absent)
     device.close()

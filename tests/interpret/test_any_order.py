@@ -10,11 +10,14 @@ from gpu.device.enumeration import all_orders, wrong_orders
 from gpu.device.guard_torch import TorchGuard
 from gpu.device.policies import Eager, Lazy, Policy, Seeded, Starving
 from gpu.device.protocol import DeviceError
+from gpu.drafters.ngram import NgramDrafter
+from gpu.kernels.triton_ngram import TritonNgramKernels
 from gpu.kernels.triton_step import TritonStepKernels
 from gpu.step import StepProgram
 from shm.records import ResultLayout, StepLayout
 from tests.gpu.paged_mill import Bench, Issued, reference, small_config
-from tools.torch_mill import TorchMill, mill_sample
+from tests.interpret.quick import quick_calls  # noqa: F401 - for all tests here
+from tools.torch_mill import TorchMill, TorchMillDrafter, mill_sample
 
 PROMPTS = [[5, 6, 7], [11, 12, 13, 14, 15, 16]]
 STEPS: list[dict[str, Any]] = [
@@ -31,16 +34,21 @@ TOKENS = [[ONE[0]], [ONE[1], TWO[0]], [TWO[1], ONE[2]], [TWO[2], TWO[0]], [TWO[1
 class TorchBench(Bench):
     """The bench on torch memory, with the kernels that CUDA runs."""
 
-    def __init__(self, device: AdversaryDevice) -> None:
-        self.config = config = small_config(
-            max_running=2, max_queued=1, kv_tokens=40, max_len=12, prefill_chunk=8, poison=True
-        )
+    def __init__(self, device: AdversaryDevice, speculate: str = "") -> None:
+        """speculate: who drafts, the mill itself or "ngram"."""
+        small = {"max_running": 2, "max_queued": 1, "kv_tokens": 40, "max_len": 12, "prefill_chunk": 8, "poison": True}
+        self.config = config = small_config(**small | ({"window": 3, "kv_tokens": 64} if speculate else {}))
         self.device = device
         self._layout, self._result_layout = StepLayout(config), ResultLayout(config)
         self.ledger = np.zeros((config.rows, config.max_len), np.int32)
         kernels = TritonStepKernels.of(config)
-        model: Any = TorchMill(config.pages, config.page_size, config.max_len, "cpu")
-        self.program = StepProgram(device, config, model, kernels, mill_sample, self.ledger)
+        model: Any = TorchMill(config.pages, config.page_size, config.pages_per_row * config.page_size, "cpu")
+        mills, drafter = TorchMillDrafter(model), None
+        if speculate:
+            looks_up = speculate == "ngram"
+            drafter = NgramDrafter(device, config, TritonNgramKernels.of(config, "cpu")) if looks_up else mills
+        self.program = StepProgram(device, config, model, kernels, mill_sample, self.ledger, drafter=drafter)
+        mills.caches = self.program.caches
         self.program.capture()
         self.completed = []
 
@@ -54,6 +62,40 @@ class TorchBench(Bench):
             rest = {name: value for name, value in step.items() if name != "fill"}
             issued.append(self.step(slots=slots, sampling=sampling, **rest))
         return issued
+
+
+WINDOWED: list[dict[str, Any]] = [
+    {"fill": {1: [1, 2, 3], 2: [4, 5, 6, 7, 8]}, "chunks": [(1, 0, 0, 3, 1)]},
+    {"decode": [1], "chunks": [(2, 1, 0, 6, 1)]},
+    {"decode": [2, 1]},
+    {"decode": [2]},
+]
+
+
+def check_windowed(bench: TorchBench) -> int:
+    """Assert that each row has gained its own tokens. Returns how many all of them have."""
+    texts: dict[int, list[int]] = {1: [], 2: []}
+    for number, step in enumerate(bench.completed):
+        what, view = WINDOWED[number], step.result.view
+        rows = [*what.get("decode", ()), *(chunk[0] for chunk in what.get("chunks", ()))]
+        for i, entry in enumerate(rows):
+            texts[entry] += view.tokens[: view.counts[i], i].tolist()
+    for entry, text in texts.items():
+        assert text == reference(PROMPTS[entry - 1], len(text))
+    return sum(map(len, texts.values()))
+
+
+@pytest.mark.parametrize("speculate", ["mill", "ngram"])
+def test_drafts_change_no_token_in_any_order(speculate: str) -> None:
+    gained = set()
+    for policy in (Eager(), Starving("forward"), Seeded(1)):
+        device = AdversaryDevice(policy, memory="torch")
+        bench = TorchBench(device, speculate)
+        bench.queue(WINDOWED)
+        device.synchronize()
+        gained.add(check_windowed(bench))
+    assert len(gained) == 1, "in every order the same drafts are taken"
+    assert speculate == "ngram" or gained.pop() > 6
 
 
 def run(device: AdversaryDevice, fenced: bool = True) -> list[list[int] | None]:

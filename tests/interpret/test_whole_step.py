@@ -15,10 +15,11 @@ from gpu.device.guard_torch import TorchGuard
 from gpu.device.policies import Eager, Policy, Seeded
 from gpu.device.protocol import DeviceError, Regions
 from tests.interpret.access import trace
-from tests.interpret.test_any_order import STEPS, TOKENS, TorchBench
+from tests.interpret.quick import quick_calls  # noqa: F401 - for all tests here
+from tests.interpret.test_any_order import STEPS, TOKENS, WINDOWED, TorchBench, check_windowed
 
 CLOCKS = {"begin", "end"}  # the adversary's own, and no torch
-OPERATIONS = {"upload", "slot writes", "sampling writes", "gather", "model", "sample", "publish", "stash", "result"}
+OPERATIONS = {"upload", "slot writes", "sampling writes", "gather", "model", "sample", "accept", "stash", "result"}
 
 
 class TracedDevice(AdversaryDevice):
@@ -57,7 +58,7 @@ class TracedDevice(AdversaryDevice):
 
 def run(device: TracedDevice, change: Callable[[Any], None] = lambda _: None) -> list[list[int] | None]:
     bench = TorchBench(device)
-    device._guard_inside.watch(bench.program._model._positions)  # type: ignore[attr-defined]
+    device._guard_inside.watch(bench.program._model.positions)  # type: ignore[attr-defined]
     change(bench.program)
     issued = bench.queue(STEPS)
     device.synchronize()
@@ -72,6 +73,23 @@ def test_every_operation_touches_what_it_declares_and_waits_for_nothing(policy: 
     assert "gather_decode_kernel" in device.traced["gather"]
     assert "gather_chunks_kernel" in device.traced["gather"]
     assert "copy_" in device.traced["upload"]
+
+
+@pytest.mark.parametrize(
+    ("speculate", "operations"), [("mill", {"draft"}), ("ngram", {"look up", "note prompts", "note gains"})]
+)
+def test_drafts_touch_what_they_declare_and_wait_for_nothing(speculate: str, operations: set[str]) -> None:
+    device = TracedDevice(Seeded(3))
+    bench = TorchBench(device, speculate)
+    device._guard_inside.watch(bench.program._model.positions)  # type: ignore[attr-defined]
+    bench.queue(WINDOWED)
+    device.synchronize()
+    check_windowed(bench)
+    assert device.traced.keys() == OPERATIONS | operations
+    if speculate == "ngram":
+        assert set(device.traced["look up"]) == {"search_kernel", "draft_kernel"}
+        assert set(device.traced["note gains"]) == {"note_kernel"}
+        assert set(device.traced["note prompts"]) == {"copy_", "fill_"}
 
 
 @pytest.mark.parametrize(

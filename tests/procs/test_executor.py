@@ -244,6 +244,15 @@ def test_a_device_error_ends_the_loop_with_its_reason(rig: Rig) -> None:
     assert rig.results.available() == 0
 
 
+def test_a_wait_in_the_launch_loop_ends_it(rig: Rig) -> None:
+    """What `serve` runs it runs in the guard's section."""
+    rig.program.fence.hold = lambda *_: rig.program.forward.synchronize()  # type: ignore[method-assign]
+    rig.serve()
+    rig.prefill()
+    await_that(lambda: rig.error is not None)
+    assert isinstance(rig.error, DeviceError) and "would wait for the device in the launch loop" in str(rig.error)
+
+
 def test_a_torn_descriptor_ends_the_loop(rig: Rig) -> None:
     rig.prefill()
     rig.rings["step"].payloads[0][20] ^= 1

@@ -17,6 +17,10 @@ stepahead_gpu_device_busy_ns_total{kind="decode"} 3e9
 stepahead_gpu_device_busy_ns_total{kind="mixed"} 1e9
 stepahead_gpu_device_idle_ns_total 1e8
 stepahead_scheduler_steps_total 41
+stepahead_windows_total{accepted="0"} 6.0
+stepahead_windows_total{accepted="1"} 3.0
+stepahead_windows_total{accepted="2"} 1.0
+stepahead_windows_total{accepted="3"} 0.0
 """
 
 
@@ -68,7 +72,7 @@ def test_a_failed_request_is_never_a_good_one(broken: Answer, told: str) -> None
 
 
 def test_counters_are_summed_over_labels_and_taken_from_the_gpu_stage() -> None:
-    assert read_counters(METRICS) == Counters(steps=40, busy=4e9, idle=1e8)
+    assert read_counters(METRICS) == Counters(steps=40, busy=4e9, idle=1e8, windows=(6, 3, 1, 0))
     assert read_counters("vllm_requests_total 3\n") is None
 
 
@@ -77,6 +81,20 @@ def test_figures_of_one_run() -> None:
     got = figures(2, timings, 2.0, 0.1, Counters(10, 1.0, 0.5), Counters(30, 2.5, 1.0))
     assert (got.tokens_per_s, got.ttft_ms_p50, got.inter_token_ms_p50) == (2.0, 15.0, 25.0)
     assert (got.steps_per_s, got.device_idle_share, got.client_cpu_share) == (10.0, 0.25, 0.05)
+
+
+def test_drafts_of_one_run_and_of_several() -> None:
+    timings = [Timing(0, [10_000_000], tokens=1)]
+    before, after = Counters(10, 1.0, 0.5, (6, 3, 1, 0)), Counters(30, 2.5, 1.0, (11, 6, 2, 1))
+    got = figures(2, timings, 2.0, 0.1, before, after)
+    assert got.windows == (5, 3, 1, 1) and got.accept_length == pytest.approx(1.8)
+    assert got.accepted_shares == pytest.approx([0.5, 0.2, 0.1])
+    both = medians([got, got])
+    assert both.windows == (10, 6, 2, 2) and both.accept_length == got.accept_length
+    assert "a, 2 at once: 1.80 tokens a window; 50% 20% 10%" in table_text({"a": [got]})
+    none = figures(2, timings, 2.0, 0.1, before, before)
+    assert none.accept_length is None and none.accepted_shares == []
+    assert "tokens a window" not in table_text({"a": [none]})
 
 
 def test_no_counters_means_not_told_rather_than_zero() -> None:

@@ -18,8 +18,8 @@ def test_what_is_right_passes_and_every_fault_is_found() -> None:
     assert outcome.status == "passed", outcome.reason
     found: dict[str, Any] = outcome.figures
     right = {name: found.pop(name) for name in list(found) if name.startswith("right")}
-    assert len(right) == 4 and not any(right.values()), right
-    assert len(found) == 17 and all(found.values()), found
+    assert len(right) == 6 and not any(right.values()), right
+    assert len(found) == 23 and all(found.values()), found
 
 
 @contextmanager
@@ -99,6 +99,28 @@ def plant_in_copies(figures: Any) -> None:
             figures.add(name, [found for _, found in checked.compare_copies("cpu")][place])
 
 
+def plant_in_drafts(figures: Any) -> None:
+    """Look-ups and gains that say nothing, and rows that gain all or nothing of their windows."""
+    from tools import gpu_check_kernels as checked
+    from tools import gpu_check_ngram as looked_up
+
+    figures.add("right: look-up", sum(found for _, found in looked_up.compare_ngram("cpu")))
+    figures.add("right: windows", sum(found for _, found in checked.compare_step("cpu", 3)))
+    for method in ("look_up", "note_gains"):
+        with changed(looked_up.TritonNgramKernels, method, lambda *_, **__: None):
+            figures.add(f"ngram: no {method}", min(found for _, found in looked_up.compare_ngram("cpu")))
+    accept = checked.TritonStepKernels.accept
+    for place, name in enumerate(("counts", "tokens", "newest", "published")):
+
+        def spoilt(self: Any, rows: Any, targets: Any, gained: Any, *others: Any, place: int = place) -> None:
+            accept(self, rows, targets, gained, *others)
+            (*gained, others[0])[place].view(-1)[0] += 1
+
+        with changed(checked.TritonStepKernels, "accept", spoilt):
+            found = [count for name, count in checked.compare_step("cpu", 3) if name.startswith("acceptance")]
+            figures.add(f"acceptance: {name}", min(found))
+
+
 def plant_in_flashinfer(options: Options, figures: Any) -> None:
     """Stand-ins for FlashInfer: right, with the plan of another pass, one that raises, one that fits nothing, none."""
     from types import SimpleNamespace
@@ -172,6 +194,7 @@ def planted(options: Options, figures: Any) -> None:
     figures.add("error: nan", error(made * float("nan"), made) == float("inf"))
     plant_in_sampling(figures)
     plant_in_copies(figures)
+    plant_in_drafts(figures)
     plant_in_flashinfer(options, figures)
 
 

@@ -219,7 +219,14 @@ class FakeRuntime:
 class FakeCuda:
     """The GPU and torch's state of it. `log`: (call, operands ...) of every driver call of the thread that made it."""
 
-    def __init__(self, *, pool: int = POOL, clock: Callable[[], int] = time.monotonic_ns) -> None:
+    def __init__(
+        self,
+        *,
+        pool: int = POOL,
+        clock: Callable[[], int] = time.monotonic_ns,
+        capability: tuple[int, int] = (9, 0),
+    ) -> None:
+        self.capability = capability
         self.log: list[tuple[Any, ...]] = []
         self.thread = threading.get_ident()
         self.tracks = {handle: Track(handle) for handle in (0, *(0x100 + i for i in range(pool)))}
@@ -245,6 +252,8 @@ class FakeCuda:
             default_stream=lambda: FakeStream(self, self.tracks[0]),
             zeros=self.zeros,
             runtime=self.runtime,
+            place=torch.device("cpu"),
+            capability=self.capability,
         )
 
     # ------------------------------------------------------------------ what torch does

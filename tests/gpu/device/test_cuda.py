@@ -1,8 +1,10 @@
 """The CUDA device asks of torch.cuda what it should, in an order that CUDA accepts, and never waits unless it may."""
 
+import gc
 import mmap
 import threading
 import time
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -62,6 +64,23 @@ def until(condition: Callable[[], bool]) -> None:
 def test_without_a_gpu_the_error_says_so() -> None:
     with pytest.raises(DeviceError, match=r"without CUDA|no NVIDIA GPU"):
         CudaDevice()
+
+
+# ---------------------------------------------------------------------- host functions
+
+
+def test_a_completion_says_so_only_once_its_function_has_run(device: CudaDevice) -> None:
+    """What the function works on may be used again from then on."""
+    began, go_on = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        began.set()
+        assert go_on.wait(WAIT_S)
+
+    completion = call(device, device.stream("s"), wait)
+    assert began.wait(WAIT_S) and not completion.query()
+    go_on.set()
+    until(completion.query)
 
 
 # ---------------------------------------------------------------------- streams
@@ -301,6 +320,27 @@ def test_new_memory_is_zeroed_before_any_stream_touches_it(fake: FakeCuda, devic
     fake.log.clear()
     put(device, two, lambda: None, fake)
     assert names(fake) == ["kernel"]  # and it costs nothing afterwards
+
+
+def test_memory_that_came_before_newer_memory_is_waited_for_as_well(fake: FakeCuda, device: CudaDevice) -> None:
+    """Each new event stands for all before it, on whatever stream those were."""
+    one, two, seen = device.stream("one"), device.stream("two"), []
+    put(device, one, lambda: None, fake)
+    with fake.paused(one.raw):
+        old = device.buffer((1,), np.float32, "old")  # zeroed on `one`, which stands still
+        fake.set_stream(fake.api().default_stream())
+        device._current = None
+        device.buffer((1,), np.float32, "new")
+        put(device, two, lambda: seen.append(old.array.tolist()), fake)
+        assert seen == []
+    assert seen == [[0.0]]
+
+
+def test_memory_lives_as_long_as_the_device(device: CudaDevice) -> None:
+    """What is queued may still need it, whoever lets go of its buffer."""
+    kept = weakref.ref(device.buffer((4,), np.float32, "b").array)
+    gc.collect()
+    assert kept() is not None
 
 
 def test_adopted_memory_is_filled_before_any_stream_touches_it(fake: FakeCuda, device: CudaDevice) -> None:

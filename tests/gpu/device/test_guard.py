@@ -270,6 +270,7 @@ def foreign(x: torch.Tensor, plan: torch.Tensor) -> torch.Tensor:
 
 TORCH_READS: dict[str, Callable[[Any], Any]] = {
     "item": lambda x: x[0, 1].item(),
+    "empty_cache": lambda x: torch.cuda.empty_cache(),
     "int": lambda x: int(x[0, 1]),
     "bool": lambda x: bool(x[0, 1] > 0),
     "if": lambda x: 1 if (x > 0).any() else 2,
@@ -524,7 +525,7 @@ def test_without_a_guard_memory_is_plain() -> None:
 PLANTED: dict[str, Callable[[Bench], Any]] = {
     "item": lambda b: b.program.relay.length.array[1].item(),
     "int": lambda b: int(b.program.relay.length.array[1]),
-    "tolist": lambda b: b.program.lanes[0].sampled.tolist(),
+    "tolist": lambda b: b.program.lanes[0].gained.tolist(),
     "descriptor": lambda b: b.program.lanes[0].step.n_decode,
     "model's memory": lambda b: b.program.slots.table.array.max(),
     "stream": lambda b: b.program.forward.synchronize(),

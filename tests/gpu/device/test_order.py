@@ -8,10 +8,12 @@ import numpy as np
 import pytest
 
 from gpu.device.adversary import AdversaryDevice
+from gpu.device.cuda import CudaDevice
 from gpu.device.host import HostDevice
 from gpu.device.order import UNSEEN_MAX, OrderChecker, OrderViolation
 from gpu.device.protocol import DeviceError
 from gpu.order_cost import Loop
+from tests.gpu.device.fake_cuda import FakeCuda
 from tests.gpu.paged_mill import Bench, small_config
 
 
@@ -414,6 +416,15 @@ def test_it_stays_small_if_nobody_ever_looks_at_a_completion() -> None:
     assert sizes[-1] == sizes[-2]
 
 
+def test_the_newest_completions_are_those_that_it_keeps() -> None:
+    small = Small()
+    for _ in range(UNSEEN_MAX + 3):
+        last = small.call(small.a)
+    small.checker.host_saw(last)
+    small.write(small.b)
+    assert small.flagged == []
+
+
 @pytest.mark.parametrize("mixed", [False, True])
 def test_a_launch_loop_that_goes_on_for_long_leaves_no_trace(mixed: bool) -> None:
     checker = OrderChecker()
@@ -427,14 +438,16 @@ def test_a_launch_loop_that_goes_on_for_long_leaves_no_trace(mixed: bool) -> Non
     assert max(sizes[1:]) == min(sizes[1:]), sizes
 
 
-def test_every_device_of_a_test_is_observed() -> None:
+@pytest.mark.parametrize("make", [AdversaryDevice, HostDevice, lambda: CudaDevice(api=FakeCuda().api())])
+def test_every_device_of_a_test_is_observed(make: Callable[[], Any]) -> None:
     """By `tests/conftest.py`; and a race in a test that does not say so ends it."""
-    device = AdversaryDevice()
+    device = make()
     assert isinstance(device.observer, OrderChecker)
     buffer, one, two = device.buffer((4,), np.int32, "b"), device.stream("one"), device.stream("two")
     device.launch(one, lambda: None, reads=(), writes=(buffer.region(),), name="write")
     with pytest.raises(OrderViolation):
         device.launch(two, lambda: None, reads=(buffer.region(),), writes=(), name="read")
+    device.close()
 
 
 @pytest.mark.unordered

@@ -22,6 +22,7 @@ from shm.limits import STEPS_IN_FLIGHT
 from shm.records import ResultLayout, StepLayout, StepView
 from shm.segment import Segment
 from shm.stats import Stats
+from tests.gpu.mill_drafter import MillDrafter, make_drafter
 from tests.gpu.paged_mill import PagedMill, mill_sample, reference, small_config
 from tests.procs.simulated_server import Request, new_ledger
 
@@ -45,7 +46,13 @@ def served_config(**changes: Any) -> ServerConfig:
 
 class ServedMill:
     def __init__(
-        self, device: Device, config: ServerConfig, asked: list[Asked], slots: int = STEPS_IN_FLIGHT, **options: Any
+        self,
+        device: Device,
+        config: ServerConfig,
+        asked: list[Asked],
+        slots: int = STEPS_IN_FLIGHT,
+        drafting: str = "mill",
+        **options: Any,
     ) -> None:
         self.device = device
         self.config = config
@@ -57,7 +64,12 @@ class ServedMill:
         self.steps = Steps(self.rows)
         kernels = HostStepKernels.of(config)
         model = PagedMill(config.pages, config.page_size)
-        self.program = StepProgram(device, config, model, kernels, mill_sample, self.ledger.tokens, **options)
+        drafter = make_drafter(drafting, device, config, model) if config.window > 1 else None
+        self.program = StepProgram(
+            device, config, model, kernels, mill_sample, self.ledger.tokens, drafter=drafter, **options
+        )
+        if isinstance(drafter, MillDrafter):
+            drafter.caches = self.program.caches
         self.program.capture()
         layout, results = StepLayout(config), ResultLayout(config)
         self.step_slots, self.result_slots = [], []

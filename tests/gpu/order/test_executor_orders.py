@@ -33,33 +33,18 @@ from shm.segment import Segment
 from shm.stats import Stats
 from shm.trace import Trace
 from tests.gpu.order.served_mill import Asked, check, served_config, workload
-from tests.gpu.paged_mill import PagedMill, mill_sample
+from tests.gpu.paged_mill import PagedMill, PlannedMill, mill_sample
 from tests.procs.simulated_server import new_ledger
 
 TURNS_MAX = 20_000
-
-
-class PlannedMill(PagedMill):
-    """A mill that, where it is told lengths, works with no others."""
-
-    told: Any = None
-
-    def plan(self, lengths: Any, rows: int) -> None:
-        assert lengths is None or len(lengths) <= rows
-        self.told = lengths
-
-    def forward(self, tokens: Any, positions: Any, *others: Any) -> None:
-        if self.told is not None:
-            padding = [1] * (len(positions) - len(self.told))
-            assert (positions + 1).tolist() == [*self.told.tolist(), *padding], "the plan says other lengths"
-        super().forward(tokens, positions, *others)
 
 
 class Stages:
     """Scheduler and gpu process without the processes."""
 
     def __init__(self, device: AdversaryDevice, guard: LaunchGuard, asked: list[Asked], planned: bool = False) -> None:
-        self.config, self.asked, self.device, self.guard = served_config(), asked, device, guard
+        many = {"max_running": 6, "kv_tokens": 64} if planned else {}  # batches of five are padded to six
+        self.config, self.asked, self.device, self.guard = served_config(**many), asked, device, guard
         config = self.config
         control = Control(Segment.create("control", Control.size()))
         bells = [control.doorbell(stage, Doorbell.create_fd()) for stage in ("gpu", "scheduler")]
@@ -77,9 +62,11 @@ class Stages:
         self.rows = Rows(config, self.ledger, stats.writer("scheduler"))
         self.steps = Steps(self.rows)
         kernels = HostStepKernels.of(config)
-        model = PlannedMill(config.pages, config.page_size)
-        plan = model.plan if planned else None
+        model = (PlannedMill if planned else PagedMill)(config.pages, config.page_size)
+        plan = model.plan if isinstance(model, PlannedMill) else None
         self.program = StepProgram(device, config, model, kernels, mill_sample, self.ledger.tokens, plan=plan)
+        if isinstance(model, PlannedMill):
+            model.memory = self.program.plans.memory  # type: ignore[union-attr]
         self.program.capture()
         self.executor = Executor(
             config,
@@ -198,12 +185,24 @@ def one_source(program: StepProgram) -> None:
 
 def unasked(program: StepProgram) -> None:
     """Nobody looks whether the step before has ended."""
-    program.plans.queued = lambda *_: None  # type: ignore[union-attr,method-assign]
+    program.plans.over_with = lambda *_: None  # type: ignore[union-attr,method-assign]
     program.plans._sources = program.plans._sources[:2] * 2  # type: ignore[union-attr]
 
 
+def for_live_rows_alone(program: StepProgram) -> None:
+    """Rows of padding are forgotten."""
+    plan = program._plan_pass
+    program._plan_pass = lambda lane, step, rows: plan(lane, step, step.view.n_decode or rows)  # type: ignore[method-assign]
+
+
 @pytest.mark.parametrize(
-    ("fault", "says"), [(count_twice, "other lengths"), (one_source, "plan source 0"), (unasked, "plan source")]
+    ("fault", "says"),
+    [
+        (for_live_rows_alone, "another number of rows"),
+        (count_twice, "other lengths"),
+        (one_source, "plan source 0"),
+        (unasked, "plan source"),
+    ],
 )
 def test_a_plan_that_is_wrong_or_overwritten_is_found(fault: Callable[[StepProgram], None], says: str) -> None:
     found = []

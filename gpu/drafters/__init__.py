@@ -1,0 +1,1 @@
+"""Drafters: what guesses the tokens that the target then takes or refuses."""

@@ -1,0 +1,93 @@
+"""When to draft: the choice is the faster kind of step, found soon, kept, and looked at again."""
+
+import random
+
+import pytest
+
+from procs.draft_policy import DraftPolicy
+
+
+class Machine:
+    """Steps of a server: one with drafts takes `longer` times as long, and each of its rows gains `gain` tokens."""
+
+    def __init__(self, policy: DraftPolicy, seed: int = 0) -> None:
+        self.policy, self.chance = policy, random.Random(seed)
+        self.tokens = self.ns = self.drafted = self.steps = 0
+
+    def run(self, steps: int, rows: int, longer: float, gain: float, noise: float = 0.1) -> float:
+        """Run some; returns tokens of a row per time of a plain step. Results come two steps late."""
+        tokens, ns, queue = 0, 0, []
+        for _ in range(steps):
+            queue.append(self.policy.drafts(rows) + 1)
+            self.drafted += queue[-1] > 1
+            self.steps += 1
+            if len(queue) == 2:
+                window = queue.pop(0)
+                took = int(1e6 * (longer if window > 1 else 1) * self.chance.uniform(1 - noise, 1 + noise))
+                gained = sum(1 + (window > 1) * self.gained(gain, window) for _ in range(rows))
+                self.policy.saw(rows, window, gained, took)
+                tokens, ns = tokens + gained, ns + took
+        return tokens / rows / (ns / 1e6)
+
+    def gained(self, gain: float, window: int) -> int:
+        whole = int(gain - 1)
+        return min(window - 1, whole + (self.chance.random() < gain - 1 - whole))
+
+
+def machine(drafts: int = 3, *, always: bool = False, seed: int = 0) -> Machine:
+    return Machine(DraftPolicy(drafts, always=always), seed)
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 200])
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_that_pay_are_kept(rows: int, seed: int) -> None:
+    server = machine(seed=seed)
+    assert server.run(1000, rows, longer=1.3, gain=1.8) > 0.95 * 1.8 / 1.3
+
+
+@pytest.mark.parametrize("rows", [1, 2, 8, 32, 200])
+@pytest.mark.parametrize("seed", range(3))
+def test_drafts_that_do_not_pay_cost_next_to_nothing(rows: int, seed: int) -> None:
+    server = machine(seed=seed)
+    assert server.run(150, rows, longer=3.3 if rows > 2 else 1.6, gain=1.3) > 0.93
+    assert server.run(3000, rows, longer=3.3 if rows > 2 else 1.6, gain=1.3) > 0.985
+
+
+def test_it_resumes_when_texts_become_predictable_and_stops_when_not() -> None:
+    server = machine()
+    server.run(600, 1, longer=1.5, gain=1.1)
+    before = server.drafted
+    assert server.run(3000, 1, longer=1.5, gain=3.0) > 1.6
+    assert server.drafted > before + 2000
+    before = server.drafted
+    assert server.run(2000, 1, longer=1.5, gain=1.05) > 0.93
+    assert server.drafted < before + 200
+
+
+def test_a_larger_batch_does_not_repeat_what_a_smaller_one_found_out() -> None:
+    server = machine()
+    server.run(60, 4, longer=3.0, gain=1.2)
+    before = server.drafted
+    server.run(60, 8, longer=3.0, gain=1.2)
+    assert before >= 1 and server.drafted == before
+
+
+def test_batches_are_judged_by_themselves() -> None:
+    server = machine()
+    for _ in range(30):
+        server.run(30, 1, longer=1.2, gain=1.8)
+        server.run(30, 16, longer=3.0, gain=1.8)
+    assert server.policy.drafts(1) == 3 and server.policy.drafts(16) == 0
+
+
+def test_always_is_always_and_no_drafts_are_none() -> None:
+    server = machine(always=True)
+    server.run(50, 4, longer=9.0, gain=1.0)
+    assert server.drafted == server.steps
+    server = machine(drafts=0)
+    server.run(50, 4, longer=9.0, gain=1.0)
+    assert server.drafted == 0
+
+
+def test_a_step_of_chunks_alone_has_no_say() -> None:
+    assert machine().policy.drafts(0) == 3

@@ -1,0 +1,179 @@
+"""What a drafter learns from: the target's own greedy answers, and its hidden states at every place of them.
+
+Owns the choice of conversations, their split, and the files: one safetensors file a shard, made in the order of the
+conversations, so that a run that was interrupted goes on with the first shard that is missing. The target runs on the
+host device's own kernels, in the precision that serves, so that what is learnt from is what will be drafted for.
+"""
+
+import hashlib
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+from safetensors.numpy import load_file, save_file
+
+from gpu.models.llama import HostLlama
+from gpu.models.weights import open_weights
+from procs.chat_template import ChatTemplate
+from procs.tokenizer_files import load_chat_template, load_special_tokens, load_tokenizer
+from shm.config import ModelInfo
+
+SPLITS = ("train", "validation", "test")
+HELD_OUT = 40  # one conversation of so many is for validation, another for the test
+CHARS_READ = 1 << 20  # of the file at a time
+PAGE = 16
+
+Told = Callable[[str], None]
+
+
+def split_of(conversation: str) -> str:
+    """Where a conversation belongs, by its id alone: the same in every run, whatever else is in the data."""
+    number = int.from_bytes(hashlib.sha256(conversation.encode()).digest()[:8], "big") % HELD_OUT
+    return {0: "validation", 1: "test"}.get(number, "train")
+
+
+def conversations(path: Path) -> Iterator[tuple[str, str]]:
+    """(id, what the person asked first) of ShareGPT's conversations. The file may be cut off anywhere.
+
+    Parts of one conversation (`id_0`, `id_1`, ...) come one by one: only its first part begins with a question.
+    """
+    decoder, text, at = json.JSONDecoder(), "", 0
+    with path.open(encoding="utf-8") as file:
+        while True:
+            start = text.find("{", at)
+            try:
+                if start < 0:
+                    raise ValueError("more is needed")
+                entry, at = decoder.raw_decode(text, start)
+            except ValueError:
+                more = file.read(CHARS_READ)
+                if not more:
+                    return
+                text, at = text[at:] + more, 0
+                continue
+            turns = entry.get("conversations") or []
+            if str(entry["id"]).endswith("_0") and turns and turns[0].get("from") == "human":
+                yield str(entry["id"])[:-2], str(turns[0]["value"])
+
+
+@dataclass(frozen=True)
+class Example:
+    """One prompt and its greedy answer: tokens i32[n], of which the first `prompt` are the prompt, and hidden
+    f16[n, hidden], the target's residual stream behind its last layer, at every place but the last.
+    """
+
+    tokens: NDArray[np.int32]
+    prompt: int
+    hidden: NDArray[np.float16]
+
+
+class Writer:
+    """The target, writing greedy answers to a batch of prompts at a time."""
+
+    def __init__(self, info: ModelInfo, batch: int, max_len: int, threads: int, dtype: str = "int8") -> None:
+        """max_len: of prompt and answer together."""
+        self.info, self.batch, self.max_len = info, batch, max_len
+        self._per_row = -(-max_len // PAGE)
+        self._model = HostLlama(
+            info,
+            open_weights(info),
+            dtype=dtype,
+            page_size=PAGE,
+            pages=1 + batch * self._per_row,
+            pages_per_row=self._per_row,
+            max_tokens=max(batch, max_len),
+            max_seqs=batch,
+            threads=threads,
+        )
+        self._pages = 1 + np.arange(batch * self._per_row, dtype=np.int32).reshape(batch, self._per_row)
+        self._logits = np.zeros((batch, info.vocab_size), np.float32)
+
+    def answer(self, prompts: Sequence[Sequence[int]], limit: int) -> list[Example]:
+        """Answer all prompts, at most `batch` of them, with at most `limit` tokens each."""
+        assert 0 < len(prompts) <= self.batch
+        texts = [list(prompt) for prompt in prompts]
+        hidden = [np.zeros((self.max_len, self.info.hidden_size), np.float16) for _ in prompts]
+        for row, text in enumerate(texts):
+            self._pass([row] * len(text), list(range(len(text))), text, [len(text) - 1], hidden)
+            text.append(int(self._logits[0].argmax()))
+        running = list(range(len(texts)))
+        while running := [row for row in running if self._goes_on(texts[row], len(prompts[row]), limit)]:
+            places = [len(texts[row]) - 1 for row in running]
+            self._pass(running, places, [texts[row][-1] for row in running], list(range(len(running))), hidden)
+            for row, best in zip(running, self._logits[: len(running)].argmax(axis=1).tolist(), strict=True):
+                texts[row].append(best)
+        made = zip(texts, prompts, hidden, strict=True)
+        return [Example(np.array(text, np.int32), len(prompt), kept[: len(text) - 1]) for text, prompt, kept in made]
+
+    def _goes_on(self, text: list[int], prompt: int, limit: int) -> bool:
+        return text[-1] not in self.info.eos_token_ids and len(text) < min(prompt + limit, self.max_len)
+
+    def _pass(
+        self,
+        rows: list[int],
+        places: list[int],
+        tokens: list[int],
+        wanted: list[int],
+        hidden: list[NDArray[np.float16]],
+    ) -> None:
+        given, at, seqs, chosen = (np.array(part, np.int32) for part in (tokens, places, rows, wanted))
+        self._model.forward(given, at, seqs, self._pages, chosen, self._logits[: len(wanted)])
+        for i, (row, place) in enumerate(zip(rows, places, strict=True)):
+            hidden[row][place] = self._model.residual[i]
+
+
+def prompts_of(source: Path, model: Path, split: str, longest: int) -> Iterator[list[int]]:
+    """Token ids of the first questions of one split, as a chat, where they have at most `longest`."""
+    tokenizer, template = load_tokenizer(model), load_chat_template(model)
+    assert template is not None, "the model has no chat template"
+    chat = ChatTemplate(template, load_special_tokens(model))
+    for name, question in conversations(source):
+        if split_of(name) == split and question.strip():
+            text = chat.render([{"role": "user", "content": question}])
+            ids = tokenizer.encode(text, add_special_tokens=False).ids
+            if len(ids) <= longest:
+                yield ids
+
+
+def write_shards(
+    folder: Path, writer: Writer, prompts: Iterator[list[int]], shards: int, batches: int, limit: int, told: Told
+) -> None:
+    """Make `shards` files of `batches` batches each; those that are there are left as they are."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for number in range(shards):
+        chosen = [prompt for _, prompt in zip(range(batches * writer.batch), prompts, strict=False)]
+        file = folder / f"shard{number:03d}.safetensors"
+        if file.exists() or not chosen:
+            continue
+        chosen.sort(key=len)  # of about one length: nobody in a batch waits for long
+        examples: list[Example] = []
+        for begin in range(0, len(chosen), writer.batch):
+            examples += writer.answer(chosen[begin : begin + writer.batch], limit)
+            told(f"{file.name}: {len(examples)} of {len(chosen)} answers")
+        save_shard(file, examples)
+
+
+def save_shard(file: Path, examples: Sequence[Example]) -> None:
+    """Write a file whole or not at all."""
+    arrays: dict[str, NDArray[Any]] = {
+        "tokens": np.concatenate([example.tokens for example in examples]),
+        "lengths": np.array([len(example.tokens) for example in examples], np.int32),
+        "prompts": np.array([example.prompt for example in examples], np.int32),
+        "hidden": np.concatenate([example.hidden for example in examples]),
+    }
+    work = file.with_suffix(".part")
+    save_file(arrays, work)
+    work.replace(file)
+
+
+def load_shard(file: Path) -> list[Example]:
+    """The examples of a file."""
+    arrays = load_file(file)
+    ends = np.cumsum(arrays["lengths"])
+    tokens = np.split(arrays["tokens"], ends[:-1])
+    hidden = np.split(arrays["hidden"], (ends - np.arange(1, len(ends) + 1))[:-1])
+    return [Example(t, int(p), h) for t, p, h in zip(tokens, arrays["prompts"], hidden, strict=True)]
