@@ -113,7 +113,7 @@ def test_same_ids_in_every_setting(dtype: str) -> None:
         # One after the other, so that prompts join while others decode.
         shuffled = answers(server, [SHORT[i] for i in order], apart_s=0.04)
         assert [shuffled[order.index(i)] for i in range(len(SHORT))] == together, "32 at once"
-    with live_server("--dtype", dtype, "--kv-tokens", "2048", *ITSELF) as server:
+    with live_server("--dtype", dtype, "--kv-tokens", "1024", *ITSELF) as server:
         tight = answers(server, LONG)
         metrics = server.wait_idle()
         assert metrics["stepahead_retractions_total"] > 0, "the cache was meant to be too small"
