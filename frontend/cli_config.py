@@ -19,7 +19,8 @@ from shm.config import DRAFTERS, DTYPES, ConfigError, ModelInfo, ServerConfig
 from shm.limits import WINDOW_MAX
 
 HOST_PAGE_MULTIPLE = 16  # keys that the host device's attention works on at once
-STANDALONE = "standalone"  # what a model that drafts is called in the configuration
+STANDALONE, TRAINED = "standalone", "mtp"  # what a model, and a trained drafter, are called in the configuration
+DRAFTER_FILE = "drafter.safetensors"  # in the folder of a trained one
 CUDA_DRIVER = "libcuda.so.1"
 KV_TOKENS_DEFAULT = 65536
 KV_TOKENS_LEAST = 2048  # below this a default is of no use: too little memory is told instead
@@ -72,9 +73,11 @@ def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
     is_path = wanted.model not in PACKAGED_MODELS and Path(wanted.model).expanduser().exists()
     info = read_model_info(path, None if is_path else wanted.model)
     name = info.name if wanted.served_model_name is None else wanted.served_model_name
-    drafter = _read_drafter(wanted.speculate, path, progress)
+    file = Path(wanted.speculate).expanduser() / DRAFTER_FILE
+    trained = str(file.resolve()) if file.is_file() else None
+    drafter = None if trained else _read_drafter(wanted.speculate, path, progress)
     try:
-        config = _sized(wanted, info, name, drafter)
+        config = _sized(wanted, info, name, drafter, trained)
     except ConfigError as error:
         raise CliError(f"{flag(error.option)}: {error.message}") from None
     if config.device == "host" and config.page_size % HOST_PAGE_MULTIPLE:
@@ -93,8 +96,10 @@ def _require_usable_key(key: str | None) -> None:
 
 def _read_drafter(speculate: str, target: Path, progress: Progress) -> ModelInfo | None:
     """The model that shall draft for the one at `target`, if a model shall. Raises CliError for other tokens."""
-    if speculate == "off" or (speculate in DRAFTERS and speculate != STANDALONE):
+    if speculate in ("off", "ngram"):
         return None
+    if speculate in DRAFTERS:
+        raise CliError(f"--speculate: {speculate} is not shipped with the model; give the folder that holds one")
     path = resolve_model(speculate, progress)
     info = read_model_info(path)
     if load_tokenizer(path).get_vocab() != load_tokenizer(target).get_vocab():
@@ -125,7 +130,7 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _sized(wanted: Wanted, info: ModelInfo, name: str, drafter: ModelInfo | None) -> ServerConfig:
+def _sized(wanted: Wanted, info: ModelInfo, name: str, drafter: ModelInfo | None, trained: str | None) -> ServerConfig:
     def build(kv_tokens: int, max_len: int) -> ServerConfig:
         return ServerConfig(
             model=info,
@@ -144,8 +149,9 @@ def _sized(wanted: Wanted, info: ModelInfo, name: str, drafter: ModelInfo | None
             api_key=wanted.api_key,
             drain_seconds=wanted.drain_seconds,
             threads=usable_cpus() if wanted.threads is None else wanted.threads,
-            speculate=wanted.speculate if drafter is None else STANDALONE,
+            speculate=STANDALONE if drafter else TRAINED if trained else wanted.speculate,
             drafter=drafter,
+            drafter_file=trained,
             window=window,
             draft_when=wanted.draft_when,  # type: ignore[arg-type]
             ngram_shared=wanted.ngram_shared,

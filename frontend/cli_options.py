@@ -135,7 +135,7 @@ Speculate = Annotated[
     typer.Option(
         help="What drafts tokens for the model to take or refuse, several in one step. The answers are the same. "
         "off: nothing. ngram: what once followed on the last tokens in the request's own text. Or a smaller model with "
-        "the same tokens, given as MODEL is.",
+        "the same tokens, given as MODEL is. Or the folder of a drafter that was trained for the model.",
         rich_help_panel=RUNNING,
     ),
 ]

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 from gpu.descriptor_audit import DescriptorAudit
@@ -20,6 +21,7 @@ from gpu.models.weights import WeightSource, open_weights
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
 from shm.records import ResultLayout, StepView
+from shm.tensor_map import HEAD
 
 Progress = Any  # Callable[[str], None] | None
 
@@ -79,6 +81,7 @@ def _open_host(
 ) -> tuple[Device, StepProgram]:
     from gpu.device.host import HostDevice
     from gpu.drafters.drafter import Drafter
+    from gpu.drafters.mtp import MtpDrafter
     from gpu.drafters.ngram import NgramDrafter
     from gpu.drafters.standalone import StandaloneDrafter
     from gpu.kernels.columns import HostColumns
@@ -86,6 +89,7 @@ def _open_host(
     from gpu.kernels.ngram import HostNgramKernels
     from gpu.kernels.sampling import sample
     from gpu.kernels.team import Team
+    from gpu.models.host_mtp import HostMtp, MtpWeights
     from gpu.models.llama import HostLlama
 
     def load(info: ModelInfo, source: WeightSource, team: Team | None) -> HostLlama:
@@ -109,6 +113,10 @@ def _open_host(
     drafter: Drafter | None = None
     if config.speculate == "ngram":
         drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
+    elif config.drafter_file is not None:
+        trained = MtpWeights(Path(config.drafter_file))
+        mtp = HostMtp(model, weights.tensor(HEAD), trained)
+        drafter = MtpDrafter(device, config, mtp, model.residual)
     elif config.drafter is not None:
         draft_model = load(config.drafter, open_weights(config.drafter), model.team)
         drafter = StandaloneDrafter(device, config, draft_model, HostColumns())

@@ -110,6 +110,8 @@ class StepProgram:
         self.plans = None if plan is None else PassPlans(device, plan, config.entries)
         planned: Regions = () if self.plans is None else self.plans.regions
         self._model_reads: Regions = (*self.batch.model_inputs, *self.caches, *planned)
+        observed: Regions = () if drafter is None else drafter.observes
+        self._model_writes: Regions = (*self.caches, self.batch.logits.region(), *observed)
         windows = (1,) if config.window == 1 else (1, config.window)
         self.graphs = DecodeGraphs(device, self.forward, config.max_running, windows, LANES)
         self.steps_launched = 0
@@ -222,7 +224,7 @@ class StepProgram:
             self._model.forward,
             *arrays.model,
             reads=self._model_reads,
-            writes=(*self.caches, batch.logits.region()),
+            writes=self._model_writes,
         )
         if shape.samples:
             launch(

@@ -20,7 +20,7 @@ from shm import limits
 # What each device computes in; its default comes first.
 DTYPES = {"host": ("int8", "bfloat16", "float32"), "cuda": ("bfloat16", "float32")}
 
-DRAFTERS = ("ngram", "standalone")
+DRAFTERS = ("ngram", "standalone", "mtp")
 
 
 class ConfigError(ValueError):
@@ -129,6 +129,7 @@ class ServerConfig(_Json):
     log_seconds: float = 10.0  # between two lines about what the server does; 0: none
     speculate: str = "off"  # or what drafts, one of DRAFTERS
     drafter: ModelInfo | None = None  # the model that drafts, where one does
+    drafter_file: str | None = None  # the trained drafter's, where one drafts
     window: int = 1  # tokens of a decode row in one step: its newest one, and the drafts behind it
     draft_when: Literal["auto", "always"] = "auto"  # auto: while it is measured to pay
     ngram_shared: bool = False  # drafts may come from what other requests have read and written
@@ -160,6 +161,9 @@ class ServerConfig(_Json):
         _require(
             (self.speculate == "standalone") == (self.drafter is not None), "drafter", "is for a model that drafts"
         )
+        is_trained = self.speculate == "mtp"
+        _require(is_trained == (self.drafter_file is not None), "drafter_file", "is for a trained drafter")
+        _require(not is_trained or self.device == "host", "speculate", "a trained drafter runs on the host device only")
         if self.drafter is not None:
             drafted, wanted = self.drafter.vocab_size, self.model.vocab_size
             _require(

@@ -71,6 +71,11 @@ class TorchMillDrafter:
         self._mill = mill
         self.caches: Regions = ()  # of the program, by whoever makes it
 
+    @property
+    def observes(self) -> Regions:
+        """Nothing of the model's but its caches."""
+        return ()
+
     def draft(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape) -> None:
         """Write what the mill says next, most of the time."""
         if shape.decode and shape.window > 1:

@@ -25,6 +25,10 @@ class Launch(Protocol):
 class Drafter(Protocol):
     """Called while a pass is queued. Decode rows may be captured, so only `prefill` sees a descriptor."""
 
+    @property
+    def observes(self) -> Regions:
+        """What it reads of the model's own memory behind a pass, beside the caches."""
+
     def draft(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape) -> None:
         """Queue what fills rows.tokens behind the newest token of each decode row. Called for windows of one as well,
         where there is nothing to fill, so that what the drafter knows stays complete.

@@ -8,7 +8,7 @@ too, where that is asked for. It never reads what another stream writes.
 import numpy as np
 
 from gpu.batch import Batch
-from gpu.device.protocol import Buffer, Device
+from gpu.device.protocol import Buffer, Device, Regions
 from gpu.drafters.drafter import Launch
 from gpu.kernels.draft_kernels import NgramKernels, Text
 from gpu.kernels.step_kernels import Gained, PassShape, Rows
@@ -28,6 +28,11 @@ class NgramDrafter:
         self._history = device.buffer((config.entries, width), np.int32, "ngram.history")
         self._known = device.buffer((config.entries,), np.int32, "ngram.known")
         self._texts = (self._history.region(), self._known.region())
+
+    @property
+    def observes(self) -> Regions:
+        """Nothing of the model's."""
+        return ()
 
     def draft(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape) -> None:
         """Look up the end of every decode row's text."""

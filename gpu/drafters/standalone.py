@@ -52,6 +52,11 @@ class StandaloneDrafter:
         self._state: Regions = tuple(part.region() for part in (*own, *caches))
         self._caches: Regions = tuple(cache.region() for cache in caches)
 
+    @property
+    def observes(self) -> Regions:
+        """Nothing of the model's."""
+        return ()
+
     def draft(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape) -> None:
         """Pass by pass, and the last one for the cache alone."""
         if not shape.decode:

@@ -109,6 +109,8 @@ class HostLlama:
         # keeps the interpreter lock: it is too short to give the lock away
         self._check = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(passes.check_pass.compile())
         self._set_sizes()
+        widest = max(info.hidden_size, info.num_heads * info.head_dim, info.intermediate_size)
+        self._packer = Packer(self.team, dtype, widest)
         self._load(weights, progress)
         self._allocate(threads)
 
@@ -150,61 +152,69 @@ class HostLlama:
 
     def _load(self, weights: Weights, progress: Progress | None) -> None:
         info = self.info
-        attended, kv = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
-        packer = Packer(self.team, self.dtype, max(info.hidden_size, attended, info.intermediate_size))
-        table = self._buffer(words.LAYER_TABLE, (info.num_layers, words.LAYER_WORDS), np.int64)
         norms = self._buffer(words.NORMS, (2 * info.num_layers + 1, info.hidden_size), np.float32)
+        self._load_layers(weights, norms, progress)
+        norms[-1] = weights.tensor("model.norm.weight")
+        embedding = self._pack(weights, ["model.embed_tokens.weight"], [info.vocab_size], info.hidden_size)
+        head = embedding
+        if not info.tie_word_embeddings:
+            head = self._pack(weights, ["lm_head.weight"], [info.vocab_size], info.hidden_size)
+        self.embedding = embedding  # addresses of its panels and scales, for a drafter that reads it too
+        self._set_matrix(words.EMBEDDING, embedding)
+        self._set_matrix(words.HEAD, head)
+        self._set(words.HEAD_ROWS, info.vocab_size)
+
+    def _load_layers(self, weights: Weights, norms: npt.NDArray[np.float32], progress: Progress | None) -> None:
+        info = self.info
+        attended, kv = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
+        table = self._buffer(words.LAYER_TABLE, (info.num_layers, words.LAYER_WORDS), np.int64)
         if info.qk_norm:
             head_norms = self._buffer(words.HEAD_NORMS, (info.num_layers, 2, info.head_dim), np.float32)
             for layer in range(info.num_layers):
                 for number, name in enumerate(("q_norm", "k_norm")):
                     head_norms[layer, number] = weights.tensor(f"model.layers.{layer}.self_attn.{name}.weight")
-
-        def pack(names: list[str], rows: list[int], k: int, alternate: bool = False) -> tuple[int, int]:
-            columns = -(-sum(rows) // COLUMNS) * COLUMNS
-            panels = aligned((columns * k * WEIGHT_BYTES[self.dtype],), np.uint8)
-            scales = aligned((columns,), np.float32)
-            first = 0
-            for number, (name, count) in enumerate(zip(names, rows, strict=True)):
-                matrix = weights.tensor(name)
-                if matrix.shape != (count, k):
-                    raise ValueError(f"{name} has the shape {matrix.shape}, expected {(count, k)}")
-                if alternate:
-                    packer.pack(matrix, panels, scales, number, len(names))
-                else:
-                    packer.pack(matrix, panels, scales, first)
-                first += count // COLUMNS
-            self._kept += [panels, scales]
-            return panels.ctypes.data, scales.ctypes.data
-
         for layer in range(info.num_layers):
             if progress is not None:
                 progress(f"loading layer {layer + 1}/{info.num_layers}")
             base = f"model.layers.{layer}."
             attention, mlp = base + "self_attn.", base + "mlp."
+            both = [mlp + "gate_proj.weight", mlp + "up_proj.weight"]
             made = [
-                pack([attention + n + "_proj.weight" for n in "qkv"], [attended, kv, kv], info.hidden_size),
-                pack([attention + "o_proj.weight"], [info.hidden_size], attended),
-                pack(
-                    [mlp + "gate_proj.weight", mlp + "up_proj.weight"],
-                    [info.intermediate_size] * 2,
-                    info.hidden_size,
-                    alternate=True,
+                self._pack(
+                    weights, [attention + n + "_proj.weight" for n in "qkv"], [attended, kv, kv], info.hidden_size
                 ),
-                pack([mlp + "down_proj.weight"], [info.hidden_size], info.intermediate_size),
+                self._pack(weights, [attention + "o_proj.weight"], [info.hidden_size], attended),
+                self._pack(weights, both, [info.intermediate_size] * 2, info.hidden_size, alternate=True),
+                self._pack(weights, [mlp + "down_proj.weight"], [info.hidden_size], info.intermediate_size),
             ]
             table[layer] = [m[0] for m in made] + [m[1] for m in made]
             norms[2 * layer] = weights.tensor(base + "input_layernorm.weight")
             norms[2 * layer + 1] = weights.tensor(base + "post_attention_layernorm.weight")
-        norms[-1] = weights.tensor("model.norm.weight")
-        embedding = pack(["model.embed_tokens.weight"], [info.vocab_size], info.hidden_size)
-        head = embedding
-        if not info.tie_word_embeddings:
-            head = pack(["lm_head.weight"], [info.vocab_size], info.hidden_size)
-        for index, value in zip((words.EMBEDDING, words.EMBEDDING_SCALES), embedding, strict=True):
-            self._set(index, value)
-        for index, value in zip((words.HEAD, words.HEAD_SCALES), head, strict=True):
-            self._set(index, value)
+
+    def _pack(
+        self, weights: Weights, names: list[str], rows: list[int], k: int, alternate: bool = False
+    ) -> tuple[int, int]:
+        """Matrices one behind the other, or (alternate) panel by panel in turn; addresses of panels and scales."""
+        columns = -(-sum(rows) // COLUMNS) * COLUMNS
+        panels = aligned((columns * k * WEIGHT_BYTES[self.dtype],), np.uint8)
+        scales = aligned((columns,), np.float32)
+        first = 0
+        for number, (name, count) in enumerate(zip(names, rows, strict=True)):
+            matrix = weights.tensor(name)
+            if matrix.shape != (count, k):
+                raise ValueError(f"{name} has the shape {matrix.shape}, expected {(count, k)}")
+            if alternate:
+                self._packer.pack(matrix, panels, scales, number, len(names))
+            else:
+                self._packer.pack(matrix, panels, scales, first)
+            first += count // COLUMNS
+        self._kept += [panels, scales]
+        return panels.ctypes.data, scales.ctypes.data
+
+    def _set_matrix(self, index: int, packed: tuple[int, int]) -> None:
+        """Panels in one word, scales in the next."""
+        self._set(index, packed[0])
+        self._set(index + 1, packed[1])
 
     def _allocate(self, threads: int) -> None:
         info, rows = self.info, self.max_tokens
@@ -263,7 +273,7 @@ class HostLlama:
         if (
             logits.dtype != np.float32
             or not logits.flags.c_contiguous
-            or logits.shape != (wanted, self.info.vocab_size)
+            or logits.shape != (wanted, int(self._block[words.HEAD_ROWS]))
         ):
             raise ValueError("logits must be contiguous float32 [S, vocab]")
         block = self._block

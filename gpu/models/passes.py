@@ -42,6 +42,7 @@ from gpu.models.words import (
     GATED,
     HEAD,
     HEAD_DIM,
+    HEAD_ROWS,
     HEAD_SCALES,
     HEADS,
     HIDDEN,
@@ -64,8 +65,13 @@ from gpu.models.words import (
     RESIDUAL,
     SEQUENCES,
     SEQUENCES_MAX,
+    STATE,
+    STATE_IN,
+    STATE_IN_SCALES,
     STORE,
     TOKEN_COUNT,
+    TOKEN_IN,
+    TOKEN_IN_SCALES,
     TOKENS,
     VOCAB,
     row_pages,
@@ -81,9 +87,12 @@ def _make_pass(
     weight_bytes: int,
     activation_bytes: int,
     cache_bytes: int,
+    joins: bool = False,
 ) -> Callable[[int, int, int, int], None]:
+    """joins: a drafter's pass, which begins with the state of another model as well as with its tokens."""
     embed_rows = make_embed_rows(embed)
     norm_rows = make_norm_rows(condense, activation_bytes)
+    norm_states = make_norm_rows(condense, activation_bytes, STATE)
     condense_rows = make_condense_rows(condense, activation_bytes)
     cache_rows = make_cache_rows(write_cache, cache_bytes)
     attend_rows = make_attend_rows(attend, cache_bytes)
@@ -97,6 +106,14 @@ def _make_pass(
         qkv = attended + 2 * word(block, KV_HEADS) * word(block, HEAD_DIM)
         x = word(block, RESIDUAL)
         serial = embed_rows(block, control, serial)
+        if joins:
+            norm = 2 * word(block, LAYERS) + 1
+            w, s = word(block, TOKEN_IN), word(block, TOKEN_IN_SCALES)
+            serial = norm_rows(block, worker, control, serial, norm, OF_TOKENS)
+            serial = multiply(block, worker, control, serial, rows, hidden, hidden, w, s, x, 4 * hidden, STORE)
+            w, s = word(block, STATE_IN), word(block, STATE_IN_SCALES)
+            serial = norm_states(block, worker, control, serial, norm + 1, OF_TOKENS)
+            serial = multiply(block, worker, control, serial, rows, hidden, hidden, w, s, x, 4 * hidden, ADD)
         for layer in range(word(block, LAYERS)):
             table = word(block, LAYER_TABLE) + 8 * LAYER_WORDS * layer
             w, s = word(table, 0), word(table, 4)
@@ -116,20 +133,19 @@ def _make_pass(
             w, s = word(table, 3), word(table, 7)
             serial = multiply(block, worker, control, serial, rows, ffn, hidden, w, s, x, 4 * hidden, ADD)
         serial = norm_rows(block, worker, control, serial, 2 * word(block, LAYERS), OF_LOGITS)
-        count, vocab = word(block, LOGIT_COUNT), word(block, VOCAB)
+        count, wide = word(block, LOGIT_COUNT), word(block, HEAD_ROWS)
         w, s = word(block, HEAD), word(block, HEAD_SCALES)
-        multiply(block, worker, control, serial, count, hidden, vocab, w, s, word(block, LOGITS), 4 * vocab, STORE)
+        multiply(block, worker, control, serial, count, hidden, wide, w, s, word(block, LOGITS), 4 * wide, STORE)
 
     return run_pass
 
 
-_pass_int8 = _make_pass(rows_by_panel_int8, condense_int8, embed_int8, cache_bfloat16, attend_bfloat16, 1, 2, 2)
-_pass_bfloat16 = _make_pass(
-    rows_by_panel_bfloat16, condense_bfloat16, embed_bfloat16, cache_bfloat16, attend_bfloat16, 2, 4, 2
-)
-_pass_float32 = _make_pass(
-    rows_by_panel_float32, condense_float32, embed_float32, cache_float32, attend_float32, 4, 4, 4
-)
+_INT8 = (rows_by_panel_int8, condense_int8, embed_int8, cache_bfloat16, attend_bfloat16, 1, 2, 2)
+_BFLOAT16 = (rows_by_panel_bfloat16, condense_bfloat16, embed_bfloat16, cache_bfloat16, attend_bfloat16, 2, 4, 2)
+_FLOAT32 = (rows_by_panel_float32, condense_float32, embed_float32, cache_float32, attend_float32, 4, 4, 4)
+_pass_int8, _draft_int8 = _make_pass(*_INT8), _make_pass(*_INT8, joins=True)
+_pass_bfloat16, _draft_bfloat16 = _make_pass(*_BFLOAT16), _make_pass(*_BFLOAT16, joins=True)
+_pass_float32, _draft_float32 = _make_pass(*_FLOAT32), _make_pass(*_FLOAT32, joins=True)
 
 
 @entry
@@ -150,7 +166,26 @@ def pass_float32(worker: int, block: int, control: int, first: int) -> None:
     _pass_float32(worker, block, control, first)
 
 
+@entry
+def draft_int8(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a drafter's pass with int8 weights."""
+    _draft_int8(worker, block, control, first)
+
+
+@entry
+def draft_bfloat16(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a drafter's pass with bfloat16 weights."""
+    _draft_bfloat16(worker, block, control, first)
+
+
+@entry
+def draft_float32(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a drafter's pass with float32 weights."""
+    _draft_float32(worker, block, control, first)
+
+
 PASSES = {INT8: pass_int8, BFLOAT16: pass_bfloat16, FLOAT32: pass_float32}
+DRAFT_PASSES = {INT8: draft_int8, BFLOAT16: draft_bfloat16, FLOAT32: draft_float32}
 
 
 @entry

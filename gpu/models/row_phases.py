@@ -71,8 +71,8 @@ def make_embed_rows(embed: Callable[..., None]) -> Callable[..., int]:
     return embed_rows
 
 
-def make_norm_rows(condense: Callable[..., None], activation_bytes: int) -> Callable[..., int]:
-    """Phase: norm and rounding of every row, or of the rows whose logits are wanted."""
+def make_norm_rows(condense: Callable[..., None], activation_bytes: int, state: int = RESIDUAL) -> Callable[..., int]:
+    """Phase: norm and rounding of every row of `state`, or of the rows whose logits are wanted."""
 
     @kernel
     def norm_rows(block: int, worker: int, control: int, serial: int, norm: int, final: int) -> int:
@@ -90,7 +90,7 @@ def make_norm_rows(condense: Callable[..., None], activation_bytes: int) -> Call
                 break
             for row in range(task * group, min(rows, (task + 1) * group)):
                 source = load_i32(word(block, LOGIT_ROWS) + 4 * row) if final else row
-                rms_norm(word(block, RESIDUAL) + 4 * hidden * source, weight, scratch, hidden, epsilon)
+                rms_norm(word(block, state) + 4 * hidden * source, weight, scratch, hidden, epsilon)
                 scale = word(block, ROW_SCALES) + 4 * row
                 condense(scratch, hidden, word(block, ACTIVATIONS) + activation_bytes * hidden * row, scale, limit)
             finish(control, serial, tasks)

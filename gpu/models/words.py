@@ -24,7 +24,10 @@ LAYER_TABLE, NORMS, HEAD_NORMS, EMBEDDING, EMBEDDING_SCALES, HEAD, HEAD_SCALES, 
 # and of working memory. SCRATCH is one piece of SCRATCH_BYTES for each worker.
 RESIDUAL, ACTIVATIONS, ROW_SCALES, QKV, ATTENDED, GATED, K_CACHE, V_CACHE = range(35, 43)
 SCRATCH, SCRATCH_BYTES = range(43, 45)
-BLOCK_WORDS = 45
+# Columns of the head, which a drafter has fewer of than tokens that it can read; and what a drafter joins: the state of
+# another model, f32[tokens, hidden], with the panels and scales of its two matrices.
+HEAD_ROWS, STATE, TOKEN_IN, TOKEN_IN_SCALES, STATE_IN, STATE_IN_SCALES = range(45, 51)
+BLOCK_WORDS = 51
 LAYER_WORDS = 8
 
 FAULT_TOKEN, FAULT_POSITION, FAULT_PAGE, FAULT_LOGIT_ROW, FAULT_SEQUENCE = range(1, 6)

@@ -3,7 +3,7 @@
 from typing import Any
 
 from gpu.batch import Batch
-from gpu.device.protocol import Buffer, Device, Region
+from gpu.device.protocol import Buffer, Device, Region, Regions
 from gpu.drafters.drafter import Drafter, Launch
 from gpu.drafters.ngram import NgramDrafter
 from gpu.drafters.standalone import StandaloneDrafter
@@ -22,6 +22,10 @@ class MillDrafter:
     def __init__(self, model: Any, luck: int = 3) -> None:
         self.model, self.luck = model, luck
         self.caches: tuple[Region, ...] = ()  # set by whoever knows the program
+
+    @property
+    def observes(self) -> Regions:
+        return ()
 
     def draft(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape) -> None:
         if shape.window > 1:

@@ -79,6 +79,7 @@ BAD_SERVER = [
     ("window", limits.WINDOW_MAX + 1),
     ("speculate", "guess"),
     ("drafter", "a model"),
+    ("drafter_file", "a file"),
     ("draft_when", "never"),
     ("ngram_shared", True),
     ("threads", 0),

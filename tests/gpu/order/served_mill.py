@@ -62,14 +62,7 @@ class ServedMill:
         self.stats = Stats(Segment.create("stats", Stats.size()))
         self.rows = Rows(config, self.ledger, self.stats.writer("scheduler"))
         self.steps = Steps(self.rows)
-        kernels = HostStepKernels.of(config)
-        model = PagedMill(config.pages, config.page_size)
-        drafter = make_drafter(drafting, device, config, model) if config.window > 1 else None
-        self.program = StepProgram(
-            device, config, model, kernels, mill_sample, self.ledger.tokens, drafter=drafter, **options
-        )
-        if isinstance(drafter, MillDrafter):
-            drafter.caches = self.program.caches
+        self.program = self.make_program(device, config, drafting, options)
         self.program.capture()
         layout, results = StepLayout(config), ResultLayout(config)
         self.step_slots, self.result_slots = [], []
@@ -80,6 +73,16 @@ class ServedMill:
         self.running: deque[tuple[Completion, ResultSlot]] = deque()
         self.step = 0
         self.to_arrive = deque(sorted(asked, key=lambda request: request.arrival))
+
+    def make_program(self, device: Device, config: ServerConfig, drafting: str, options: dict[str, Any]) -> StepProgram:
+        """The mill's."""
+        model = PagedMill(config.pages, config.page_size)
+        drafter = make_drafter(drafting, device, config, model) if config.window > 1 else None
+        kernels, plane = HostStepKernels.of(config), self.ledger.tokens
+        program = StepProgram(device, config, model, kernels, mill_sample, plane, drafter=drafter, **options)
+        if isinstance(drafter, MillDrafter):
+            drafter.caches = program.caches
+        return program
 
     def run(self) -> list[list[int]]:
         """Serve all; returns what each got. Asserts that the scheduler's books are in order at the end."""
