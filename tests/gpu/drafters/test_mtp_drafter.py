@@ -25,6 +25,7 @@ from procs.model_info import read_model_info
 from shm.config import ServerConfig
 from shm.records import ResultLayout
 from tests.gpu.order.served_mill import Asked, ServedMill
+from tests.gpu.test_declarations import AuditDevice, forgetful
 from tests.model_factory import TinyLlama
 from tools.drafter_data import Writer, prompts_of
 from tools.drafter_model import unroll
@@ -73,9 +74,9 @@ def config_of(model: Path, **changes: Any) -> ServerConfig:
 class Served(ServedMill):
     """The scheduler, a tiny Llama, and its drafter."""
 
-    def __init__(self, config: ServerConfig, asked: list[Asked]) -> None:
+    def __init__(self, config: ServerConfig, asked: list[Asked], device: HostDevice | None = None) -> None:
         self.drafter: MtpDrafter | None = None
-        super().__init__(HostDevice(), config, asked)
+        super().__init__(device or HostDevice(), config, asked)
 
     def make_program(self, device: Any, config: ServerConfig, drafting: str, options: dict[str, Any]) -> StepProgram:
         weights = open_weights(config.model)
@@ -166,3 +167,45 @@ def test_its_state_is_what_torch_makes_of_the_whole_text(
             assert first == int(firsts[length - 1])
             checked += 1
     assert checked > 5
+
+
+def audited(model: Path, trainer: Trainer, prompt: list[int], device: AuditDevice) -> AuditDevice:
+    """Each step ends before the scheduler goes on: what it writes meanwhile is not the step's."""
+    config = with_drafter(config_of(model, max_running=1), trainer, 3)
+    served = Served(config, [Asked(prompt=prompt, max_new=5)], device)
+    push = served._push
+
+    def push_and_wait() -> bool:
+        pushed = push()
+        device.synchronize()
+        return pushed
+
+    served._push = push_and_wait  # type: ignore[method-assign]
+    served.run()
+    return device
+
+
+def test_it_touches_what_it_declares(model: Path, trainer: Trainer, prompts: list[list[int]]) -> None:
+    device = audited(model, trainer, prompts[0], AuditDevice())
+    assert {"draft", "draft extend", "note tails", "model"} <= device.audited
+    device.close()
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "buffer"),
+    [
+        ("draft", "reads", "mtp.state"),
+        ("draft", "writes", "batch.tokens"),
+        ("draft extend", "reads", "target.state"),
+        ("draft extend", "reads", "batch.targets"),
+        ("draft extend", "writes", "mtp.first"),
+        ("note tails", "writes", "mtp.tails"),
+        ("model", "writes", "target.state"),
+    ],
+)
+def test_what_it_does_not_declare_is_seen(
+    model: Path, trainer: Trainer, prompts: list[list[int]], name: str, kind: str, buffer: str
+) -> None:
+    device = forgetful(name, kind, buffer)
+    with pytest.raises(Exception, match=name):
+        audited(model, trainer, prompts[0], device)
