@@ -58,7 +58,7 @@ class Server:
     def note_children(self) -> None:
         for child in psutil.Process(self.process.pid).children(recursive=True):
             with contextlib.suppress(psutil.NoSuchProcess):
-                self.pids[" ".join(child.cmdline()).strip()] = child.pid
+                self.pids[name_of(child)] = child.pid
 
     def end(self, seconds: float = 15) -> tuple[int, list[str]]:
         out, self.errors = self.process.communicate(timeout=seconds)
@@ -77,6 +77,14 @@ class Server:
         if port is not None:
             with socket.socket() as probe:
                 assert probe.connect_ex(("127.0.0.1", port)) != 0
+
+
+def name_of(child: psutil.Process, seconds: float = 5) -> str:
+    """Its command line, which is empty for the moment in which it becomes another program, and for a zombie."""
+    deadline = time.monotonic() + seconds
+    while not (name := " ".join(child.cmdline()).strip()) and time.monotonic() < deadline:
+        time.sleep(0.001)
+    return name
 
 
 @pytest.fixture
