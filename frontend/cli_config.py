@@ -11,16 +11,17 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from procs.drafter_files import find_drafter
 from procs.model_download import Progress
 from procs.model_files import PACKAGED_MODELS, read_model_info, resolve_model
 from procs.model_memory import kv_bytes_per_token, memory_available, memory_needed, require_memory
 from procs.tokenizer_files import load_tokenizer
-from shm.config import DRAFTERS, DTYPES, ConfigError, ModelInfo, ServerConfig
+from shm.config import DTYPES, ConfigError, ModelInfo, ServerConfig
+from shm.drafter_file import DrafterFile
 from shm.limits import WINDOW_MAX
 
 HOST_PAGE_MULTIPLE = 16  # keys that the host device's attention works on at once
-STANDALONE, TRAINED = "standalone", "mtp"  # what a model, and a trained drafter, are called in the configuration
-DRAFTER_FILE = "drafter.safetensors"  # in the folder of a trained one
+STANDALONE = "standalone"  # what a model that drafts is called in the configuration
 CUDA_DRIVER = "libcuda.so.1"
 KV_TOKENS_DEFAULT = 65536
 KV_TOKENS_LEAST = 2048  # below this a default is of no use: too little memory is told instead
@@ -73,8 +74,7 @@ def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
     is_path = wanted.model not in PACKAGED_MODELS and Path(wanted.model).expanduser().exists()
     info = read_model_info(path, None if is_path else wanted.model)
     name = info.name if wanted.served_model_name is None else wanted.served_model_name
-    file = Path(wanted.speculate).expanduser() / DRAFTER_FILE
-    trained = str(file.resolve()) if file.is_file() else None
+    trained = find_drafter(wanted.speculate, info)
     drafter = None if trained else _read_drafter(wanted.speculate, path, progress)
     try:
         config = _sized(wanted, info, name, drafter, trained)
@@ -98,8 +98,6 @@ def _read_drafter(speculate: str, target: Path, progress: Progress) -> ModelInfo
     """The model that shall draft for the one at `target`, if a model shall. Raises CliError for other tokens."""
     if speculate in ("off", "ngram"):
         return None
-    if speculate in DRAFTERS:
-        raise CliError(f"--speculate: {speculate} is not shipped with the model; give the folder that holds one")
     path = resolve_model(speculate, progress)
     info = read_model_info(path)
     if load_tokenizer(path).get_vocab() != load_tokenizer(target).get_vocab():
@@ -130,7 +128,9 @@ def usable_cpus() -> int:
     return len(os.sched_getaffinity(0))
 
 
-def _sized(wanted: Wanted, info: ModelInfo, name: str, drafter: ModelInfo | None, trained: str | None) -> ServerConfig:
+def _sized(
+    wanted: Wanted, info: ModelInfo, name: str, drafter: ModelInfo | None, trained: DrafterFile | None
+) -> ServerConfig:
     def build(kv_tokens: int, max_len: int) -> ServerConfig:
         return ServerConfig(
             model=info,
@@ -149,9 +149,9 @@ def _sized(wanted: Wanted, info: ModelInfo, name: str, drafter: ModelInfo | None
             api_key=wanted.api_key,
             drain_seconds=wanted.drain_seconds,
             threads=usable_cpus() if wanted.threads is None else wanted.threads,
-            speculate=STANDALONE if drafter else TRAINED if trained else wanted.speculate,
+            speculate=STANDALONE if drafter else trained.kind if trained else wanted.speculate,
             drafter=drafter,
-            drafter_file=trained,
+            drafter_file=str(trained.path) if trained else None,
             window=window,
             draft_when=wanted.draft_when,  # type: ignore[arg-type]
             ngram_shared=wanted.ngram_shared,

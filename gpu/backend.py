@@ -20,6 +20,7 @@ from gpu.kernels.step_kernels import Array
 from gpu.models.weights import WeightSource, open_weights
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
+from shm.drafter_file import DFLASH, DrafterFile
 from shm.records import ResultLayout, StepView
 from shm.tensor_map import HEAD
 
@@ -80,6 +81,7 @@ def _open_host(
     config: ServerConfig, weights: WeightSource, ledger_tokens: Array, progress: Progress, checks: Checks
 ) -> tuple[Device, StepProgram]:
     from gpu.device.host import HostDevice
+    from gpu.drafters.dflash import DflashDrafter
     from gpu.drafters.drafter import Drafter
     from gpu.drafters.mtp import MtpDrafter
     from gpu.drafters.ngram import NgramDrafter
@@ -89,10 +91,12 @@ def _open_host(
     from gpu.kernels.ngram import HostNgramKernels
     from gpu.kernels.sampling import sample
     from gpu.kernels.team import Team
-    from gpu.models.host_mtp import HostMtp, MtpWeights
+    from gpu.models.host_drafters import HostDflash, HostMtp
     from gpu.models.llama import HostLlama
 
-    def load(info: ModelInfo, source: WeightSource, team: Team | None) -> HostLlama:
+    trained = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
+
+    def load(info: ModelInfo, source: WeightSource, team: Team | None, taps: tuple[int, ...] = ()) -> HostLlama:
         return HostLlama(
             info,
             source,
@@ -105,18 +109,19 @@ def _open_host(
             threads=config.threads,
             progress=progress,
             team=team,
+            taps=taps,
         )
 
-    model = load(config.model, weights, None)
+    model = load(config.model, weights, None, trained.taps if trained else ())
     device = HostDevice(checks.observer, checks.guard)
     sampler: Any = partial(sample, team=model.team)
     drafter: Drafter | None = None
     if config.speculate == "ngram":
         drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
-    elif config.drafter_file is not None:
-        trained = MtpWeights(Path(config.drafter_file))
-        mtp = HostMtp(model, weights.tensor(HEAD), trained)
-        drafter = MtpDrafter(device, config, mtp, model.residual)
+    elif trained is not None and trained.kind == DFLASH:
+        drafter = DflashDrafter(device, config, HostDflash(model, weights.tensor(HEAD), trained), model.tapped)
+    elif trained is not None:
+        drafter = MtpDrafter(device, config, HostMtp(model, weights.tensor(HEAD), trained), model.tapped)
     elif config.drafter is not None:
         draft_model = load(config.drafter, open_weights(config.drafter), model.team)
         drafter = StandaloneDrafter(device, config, draft_model, HostColumns())

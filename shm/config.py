@@ -20,7 +20,7 @@ from shm import limits
 # What each device computes in; its default comes first.
 DTYPES = {"host": ("int8", "bfloat16", "float32"), "cuda": ("bfloat16", "float32")}
 
-DRAFTERS = ("ngram", "standalone", "mtp")
+DRAFTERS = ("ngram", "standalone", "mtp", "dflash")
 
 
 class ConfigError(ValueError):
@@ -161,7 +161,7 @@ class ServerConfig(_Json):
         _require(
             (self.speculate == "standalone") == (self.drafter is not None), "drafter", "is for a model that drafts"
         )
-        is_trained = self.speculate == "mtp"
+        is_trained = self.speculate in ("mtp", "dflash")
         _require(is_trained == (self.drafter_file is not None), "drafter_file", "is for a trained drafter")
         _require(not is_trained or self.device == "host", "speculate", "a trained drafter runs on the host device only")
         if self.drafter is not None:

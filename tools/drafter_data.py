@@ -1,4 +1,4 @@
-"""What a drafter learns from: the target's own greedy answers, and its hidden states at every place of them.
+"""What a drafter learns from: the target's own greedy answers, and its states at every place of them.
 
 Owns the choice of conversations, their split, and the files: one safetensors file a shard, made in the order of the
 conversations, so that a run that was interrupted goes on with the first shard that is missing. The target runs on the
@@ -62,13 +62,20 @@ def conversations(path: Path) -> Iterator[tuple[str, str]]:
 
 @dataclass(frozen=True)
 class Example:
-    """One prompt and its greedy answer: tokens i32[n], of which the first `prompt` are the prompt, and hidden
-    f16[n, hidden], the target's residual stream behind its last layer, at every place but the last.
+    """One prompt and its greedy answer: tokens i32[n], of which the first `prompt` are the prompt; states
+    f16[n - 1, taps, hidden], the target's residual stream behind each tapped layer, at every place but the last; and
+    sizes f32[n - 1, taps], by whose mean square's root each state was divided.
     """
 
     tokens: NDArray[np.int32]
     prompt: int
-    hidden: NDArray[np.float16]
+    states: NDArray[np.float16]
+    sizes: NDArray[np.float32]
+
+
+def default_taps(layers: int) -> tuple[int, ...]:
+    """After a third, two thirds and all of a model's layers: what drafters are shown of it."""
+    return tuple(sorted({max(1, layers * third // 3) - 1 for third in (1, 2, 3)}))
 
 
 class Writer:
@@ -88,7 +95,9 @@ class Writer:
             max_tokens=max(batch, max_len),
             max_seqs=batch,
             threads=threads,
+            taps=default_taps(info.num_layers),
         )
+        self._shape = (max_len, len(self._model.taps), info.hidden_size)
         self._pages = 1 + np.arange(batch * self._per_row, dtype=np.int32).reshape(batch, self._per_row)
         self._logits = np.zeros((batch, info.vocab_size), np.float32)
 
@@ -96,18 +105,21 @@ class Writer:
         """Answer all prompts, at most `batch` of them, with at most `limit` tokens each."""
         assert 0 < len(prompts) <= self.batch
         texts = [list(prompt) for prompt in prompts]
-        hidden = [np.zeros((self.max_len, self.info.hidden_size), np.float16) for _ in prompts]
+        kept = [(np.zeros(self._shape, np.float16), np.zeros(self._shape[:2], np.float32)) for _ in prompts]
         for row, text in enumerate(texts):
-            self._pass([row] * len(text), list(range(len(text))), text, [len(text) - 1], hidden)
+            self._pass([row] * len(text), list(range(len(text))), text, [len(text) - 1], kept)
             text.append(int(self._logits[0].argmax()))
         running = list(range(len(texts)))
         while running := [row for row in running if self._goes_on(texts[row], len(prompts[row]), limit)]:
             places = [len(texts[row]) - 1 for row in running]
-            self._pass(running, places, [texts[row][-1] for row in running], list(range(len(running))), hidden)
+            self._pass(running, places, [texts[row][-1] for row in running], list(range(len(running))), kept)
             for row, best in zip(running, self._logits[: len(running)].argmax(axis=1).tolist(), strict=True):
                 texts[row].append(best)
-        made = zip(texts, prompts, hidden, strict=True)
-        return [Example(np.array(text, np.int32), len(prompt), kept[: len(text) - 1]) for text, prompt, kept in made]
+        made = zip(texts, prompts, kept, strict=True)
+        return [
+            Example(np.array(text, np.int32), len(prompt), states[: len(text) - 1], sizes[: len(text) - 1])
+            for text, prompt, (states, sizes) in made
+        ]
 
     def _goes_on(self, text: list[int], prompt: int, limit: int) -> bool:
         return text[-1] not in self.info.eos_token_ids and len(text) < min(prompt + limit, self.max_len)
@@ -118,12 +130,14 @@ class Writer:
         places: list[int],
         tokens: list[int],
         wanted: list[int],
-        hidden: list[NDArray[np.float16]],
+        kept: list[tuple[NDArray[np.float16], NDArray[np.float32]]],
     ) -> None:
         given, at, seqs, chosen = (np.array(part, np.int32) for part in (tokens, places, rows, wanted))
         self._model.forward(given, at, seqs, self._pages, chosen, self._logits[: len(wanted)])
+        tapped = self._model.tapped[: len(rows)]
+        sizes = np.sqrt(np.square(tapped).mean(axis=2) + self.info.rms_eps)
         for i, (row, place) in enumerate(zip(rows, places, strict=True)):
-            hidden[row][place] = self._model.residual[i]
+            kept[row][0][place], kept[row][1][place] = tapped[i] / sizes[i, :, None], sizes[i]
 
 
 def prompts_of(source: Path, model: Path, split: str, longest: int) -> Iterator[list[int]]:
@@ -163,7 +177,8 @@ def save_shard(file: Path, examples: Sequence[Example]) -> None:
         "tokens": np.concatenate([example.tokens for example in examples]),
         "lengths": np.array([len(example.tokens) for example in examples], np.int32),
         "prompts": np.array([example.prompt for example in examples], np.int32),
-        "hidden": np.concatenate([example.hidden for example in examples]),
+        "states": np.concatenate([example.states for example in examples]),
+        "sizes": np.concatenate([example.sizes for example in examples]),
     }
     work = file.with_suffix(".part")
     save_file(arrays, work)
@@ -175,5 +190,6 @@ def load_shard(file: Path) -> list[Example]:
     arrays = load_file(file)
     ends = np.cumsum(arrays["lengths"])
     tokens = np.split(arrays["tokens"], ends[:-1])
-    hidden = np.split(arrays["hidden"], (ends - np.arange(1, len(ends) + 1))[:-1])
-    return [Example(t, int(p), h) for t, p, h in zip(tokens, arrays["prompts"], hidden, strict=True)]
+    begins = (ends - np.arange(1, len(ends) + 1))[:-1]  # a text has one state less than it has tokens
+    states, sizes = (np.split(arrays[name], begins) for name in ("states", "sizes"))
+    return [Example(t, int(p), s, z) for t, p, s, z in zip(tokens, arrays["prompts"], states, sizes, strict=True)]

@@ -1,11 +1,11 @@
-"""Trains the mtp drafter of a model: `python -m tools.train_drafter --sharegpt FILE.json --out FOLDER`.
+"""Trains a drafter for a model: `python -m tools.train_drafter --kind mtp --sharegpt FILE.json --out FOLDER`.
 
 Three stages, each of which goes on where it was interrupted: the target's own greedy answers are written and kept
 (`tools.drafter_data`), the drafter learns from them, and what it is worth is measured on conversations that it has
-never seen. The folder then holds drafter.safetensors (weights as bfloat16, and the draft vocabulary), drafter.json
-(command, data, seed, figures) and loss.svg.
+never seen. The folder then holds drafter.safetensors (int8, and the draft vocabulary), drafter.json (command, data,
+seed, figures) and loss.svg.
 
-Owns the schedule, the checkpoints and the report. A checkpoint is a safetensors file beside a JSON file.
+Owns the schedule and the checkpoints. A checkpoint is one safetensors file, its settings and losses in the header.
 """
 
 import argparse
@@ -24,23 +24,28 @@ import torch
 from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
 from safetensors.torch import load_file, save_file
 from torch import Tensor
-from torch.nn import functional
 
 from gpu.models.weights import open_weights
 from procs.model_files import resolve_model
 from procs.model_info import read_model_info
-from tools.drafter_data import SPLITS, Example, Writer, load_shard, prompts_of, write_shards
-from tools.drafter_model import Mtp, unroll
-
-IGNORED = -100  # of the loss
-DISCOUNT = 0.8  # of each later draft: it counts only where those before it are right
+from shm.config import ModelInfo
+from shm.drafter_file import DFLASH, FILE_NAME, MTP
+from tools.drafter_data import SPLITS, Example, Writer, default_taps, load_shard, prompts_of, write_shards
+from tools.drafter_dflash import Dflash
+from tools.drafter_loss import accept_length, batches, loss_of, places_of, runs_of
+from tools.drafter_model import side_by_side
+from tools.drafter_mtp import Mtp
+from tools.drafter_report import as_rounded, picture, read_metadata, write_drafter
 
 
 @dataclass(frozen=True)
 class Settings:
     """Everything that decides what comes out."""
 
+    kind: str = MTP
     model: str = "smollm2-135m-instruct"
+    layers: int = 2  # of dflash
+    mask: int = 5  # of dflash, the id that stands for an unknown token: one that no text holds
     drafts: int = 3
     draft_vocabulary: int = 8192
     prompt_tokens: int = 320  # prompts that are longer are left out
@@ -49,101 +54,41 @@ class Settings:
     shards: int = 40
     shard_batches: int = 2
     held_out_batches: int = 2  # for validation, and for the test
-    train_tokens: int = 4096  # of a step
+    step_tokens: int = 2048  # of answers, in a step
     epochs: float = 3.0
-    rate: float = 8e-4
+    rate: float = 5e-3  # of matrices
+    rate_of_rest: float = 2e-3
+    hard: float = 0.5  # share of the target's own choice in what is learnt, beside how probable it finds each token
     warm_up: float = 0.03
     decay: float = 0.01
     seed: int = 1
     threads: int = 2
 
 
-def batches(examples: Sequence[Example], tokens: int, order: random.Random | None) -> Iterator[list[Example]]:
-    """Examples of about one length together, up to so many tokens with padding, in an order of their own."""
-    made: list[list[Example]] = []
-    for example in sorted(examples, key=lambda e: len(e.tokens)):
-        if not made or len(example.tokens) * (len(made[-1]) + 1) > tokens:
-            made.append([])
-        made[-1].append(example)
-    if order is not None:
-        order.shuffle(made)
-    return iter(made)
+def make_drafter(settings: Settings, info: ModelInfo, vocabulary: Tensor, size: float) -> Mtp | Dflash:
+    """A drafter at its beginning. size: of the target's last states, see `Layer`."""
+    weights, taps = open_weights(info), len(default_taps(info.num_layers))
+    if settings.kind == MTP:
+        return Mtp(info, weights, vocabulary, taps, size)
+    if settings.kind == DFLASH:
+        return Dflash(info, weights, vocabulary, taps, size, settings.layers, settings.mask)
+    raise ValueError(f"--kind: must be {MTP} or {DFLASH}, got {settings.kind!r}")
 
 
-def padded(batch: Sequence[Example]) -> tuple[Tensor, Tensor, Tensor]:
-    """tokens i64[B, T + 1], hidden f32[B, T, hidden], and where answers are: bool[B, T + 1]."""
-    longest = max(len(example.tokens) for example in batch)
-    tokens = torch.zeros((len(batch), longest), dtype=torch.int64)
-    hidden = torch.zeros((len(batch), longest - 1, batch[0].hidden.shape[1]))
-    answer = torch.zeros((len(batch), longest), dtype=torch.bool)
-    for i, example in enumerate(batch):
-        count = len(example.tokens)
-        tokens[i, :count] = torch.from_numpy(example.tokens.astype(np.int64))
-        hidden[i, : count - 1] = torch.from_numpy(example.hidden.astype(np.float32))
-        answer[i, example.prompt : count] = True
-    return tokens, hidden, answer
+def make_optimizers(model: torch.nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
+    """Muon for matrices: it learns in half the steps that Adam needs. AdamW for what has no two sides."""
+    matrices = [value for name, value in model.named_parameters() if value.dim() == 2 and "norm" not in name]
+    rest = [value for name, value in model.named_parameters() if value.dim() != 2 or "norm" in name]
+    rate, rate_of_rest = rates_of(settings)
+    return [
+        torch.optim.Muon(matrices, lr=rate, weight_decay=settings.decay, adjust_lr_fn="match_rms_adamw"),
+        torch.optim.AdamW(rest, lr=rate_of_rest, betas=(0.9, 0.95), weight_decay=0.0),
+    ]
 
 
-def targets(tokens: Tensor, answer: Tensor, known: Tensor, number: int) -> Tensor:
-    """Draft `number` of place i is the token at i + 2: its place in the draft vocabulary, i64[B, T], or IGNORED.
-
-    Where tokens come from: drafts begin behind a token of the answer, so the state that pass 0 had must be of a place
-    at which the answer's first token, or a later one, is what follows.
-    """
-    wanted = functional.pad(known[tokens], (0, 1), value=IGNORED)[:, 2:]
-    inside = functional.pad(answer, (0, 1), value=False)[:, 2:]
-    begins = functional.pad(answer, (number, 0), value=False)[:, 1 : tokens.shape[1]]
-    return torch.where(inside & begins, wanted, IGNORED)
-
-
-def places_of(vocabulary: Tensor, size: int) -> Tensor:
-    """i64[size]: the place of each of the target's ids in the draft vocabulary, IGNORED where it has none."""
-    known = torch.full((size,), IGNORED, dtype=torch.int64)
-    known[vocabulary] = torch.arange(len(vocabulary))
-    return known
-
-
-def loss_of(model: Mtp, batch: Sequence[Example], known: Tensor, drafts: int) -> Tensor:
-    """Cross entropy of all drafts, the later ones discounted."""
-    tokens, hidden, answer = padded(batch)
-    total, weight = torch.zeros(()), 0.0
-    for number, state in enumerate(unroll(model, tokens, hidden, drafts)):
-        wanted = targets(tokens, answer, known, number)
-        there = wanted != IGNORED
-        if there.any():
-            total = total + DISCOUNT**number * functional.cross_entropy(model.logits(state[there]), wanted[there])
-            weight += DISCOUNT**number
-    return total / max(weight, 1e-9)
-
-
-@torch.no_grad()  # type: ignore[untyped-decorator]
-def runs_of(model: Mtp, examples: Sequence[Example], settings: Settings) -> Counter[int]:
-    """How many drafts are accepted in a row, from every place of the answers at which drafts begin."""
-    found: Counter[int] = Counter()
-    model.eval()
-    for batch in batches(examples, settings.train_tokens, None):
-        tokens, hidden, answer = padded(batch)
-        starts = answer[:, 1:]  # the token behind place i is one of the answer
-        right = starts
-        run = torch.zeros(starts.shape, dtype=torch.int64)
-        # Pass n stands at the place to which n drafts have led, i + n, and has to say the token at i + n + 2.
-        for number, state in enumerate(unroll(model, tokens, hidden, settings.drafts)):
-            best = model.vocabulary[model.logits(state).argmax(-1)]
-            wanted = functional.pad(tokens, (0, 1), value=-1)[:, 2:]
-            inside = functional.pad(answer, (0, 1), value=False)[:, 2:]
-            hit = functional.pad((best == wanted) & inside, (0, number), value=False)[:, number:]
-            right = right & hit
-            run += right
-        # A place behind which the text ends has nothing to draft.
-        counted = starts & functional.pad(answer, (0, 1), value=False)[:, 2:]
-        found.update(run[counted].tolist())
-    model.train()
-    return found
-
-
-def accept_length(runs: Counter[int]) -> float:
-    """Tokens that a window brings: the accepted drafts and one more."""
-    return 1 + sum(run * times for run, times in runs.items()) / max(1, sum(runs.values()))
+def rates_of(settings: Settings) -> tuple[float, float]:
+    """Of matrices, and of the rest, before the schedule."""
+    return settings.rate, settings.rate_of_rest
 
 
 class Trainer:
@@ -157,12 +102,11 @@ class Trainer:
         counts = Counter(int(t) for e in examples["train"] for t in e.tokens[e.prompt :])
         often = [token for token, _ in sorted(counts.items(), key=lambda item: (-item[1], item[0]))]
         chosen = sorted(often[: settings.draft_vocabulary])
-        self.model = Mtp(info, open_weights(info), torch.tensor(chosen))
-        self.known = places_of(self.model.vocabulary, info.vocab_size)
-        self.optimizer = torch.optim.AdamW(
-            self.model.parameters(), lr=settings.rate, betas=(0.9, 0.95), weight_decay=settings.decay
-        )
-        epoch = len(list(batches(examples["train"], settings.train_tokens, None)))
+        size = float(np.median(np.concatenate([e.sizes[1:, -1] for e in examples["train"]])))
+        self.model = make_drafter(settings, info, torch.tensor(chosen), size)
+        self.known = places_of(self.model.target.vocabulary, info.vocab_size)
+        self.optimizers = make_optimizers(self.model, settings)
+        epoch = len(list(batches(examples["train"], settings.step_tokens, None)))
         self.steps = max(1, round(settings.epochs * epoch))
         self.step, self.seconds = 0, 0.0
         self.losses: list[float] = []
@@ -193,20 +137,23 @@ class Trainer:
         while self.step < self.steps:
             number, done = divmod(self.step, self._epoch)
             order = random.Random(f"{self.settings.seed} {number}")
-            for place, batch in enumerate(batches(self.examples["train"], self.settings.train_tokens, order)):
+            for place, batch in enumerate(batches(self.examples["train"], self.settings.step_tokens, order)):
                 if place >= done and self.step < self.steps:
                     yield batch
 
     def _learn(self, batch: Sequence[Example]) -> None:
         rising = (self.step + 1) / max(1.0, self.settings.warm_up * self.steps)
         falling = 0.5 * (1 + math.cos(math.pi * self.step / self.steps))
-        for group in self.optimizer.param_groups:
-            group["lr"] = self.settings.rate * min(1.0, rising) * max(0.02, falling)
-        loss = loss_of(self.model, batch, self.known, self.settings.drafts)
-        self.optimizer.zero_grad()
+        for optimizer, rate in zip(self.optimizers, rates_of(self.settings), strict=True):
+            for group in optimizer.param_groups:
+                group["lr"] = rate * min(1.0, rising) * max(0.02, falling)
+        with torch.autocast("cpu", torch.bfloat16):  # of matrix products: twice as fast where the CPU has them
+            loss = loss_of(self.model, side_by_side(batch), self.known, self.settings.drafts, self.settings.hard)
+        self.model.zero_grad()
         loss.backward()
         torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
-        self.optimizer.step()
+        for optimizer in self.optimizers:
+            optimizer.step()
         self.losses.append(loss.item())
         self.step += 1
 
@@ -215,8 +162,9 @@ class Trainer:
     def save(self) -> None:
         """Write all that `restore` needs; whole or not at all."""
         arrays = {f"model.{name}": value for name, value in self.model.state_dict().items()}
-        for number, state in self.optimizer.state_dict()["state"].items():
-            arrays |= {f"adam.{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
+        for place, optimizer in enumerate(self.optimizers):
+            for number, state in optimizer.state_dict()["state"].items():
+                arrays |= {f"{place}.{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
         told = {"step": self.step, "losses": self.losses, "seconds": self.seconds, "settings": asdict(self.settings)}
         work = self.folder / "checkpoint.part"
         save_file(
@@ -234,65 +182,43 @@ class Trainer:
             raise ValueError(f"{file} was made with other settings; take another --out, or remove it")
         arrays = load_file(file)
         self.model.load_state_dict({name[6:]: value for name, value in arrays.items() if name.startswith("model.")})
-        states: dict[int, dict[str, Tensor]] = {}
-        for name, value in arrays.items():
-            if name.startswith("adam."):
-                _, number, part = name.split(".", 2)
-                states.setdefault(int(number), {})[part] = value
-        whole = self.optimizer.state_dict()
-        self.optimizer.load_state_dict({"state": states, "param_groups": whole["param_groups"]})
+        for place, optimizer in enumerate(self.optimizers):
+            states: dict[int, dict[str, Tensor]] = {}
+            for name, value in arrays.items():
+                if name.startswith(f"{place}."):
+                    _, number, part = name.split(".", 2)
+                    states.setdefault(int(number), {})[part] = value
+            optimizer.load_state_dict({"state": states, "param_groups": optimizer.state_dict()["param_groups"]})
         self.step, self.losses, self.seconds = told["step"], told["losses"], told["seconds"]
 
     # --- what is shipped
 
     def ship(self, command: str) -> dict[str, object]:
-        """Write drafter.safetensors, drafter.json and loss.svg; returns what drafter.json says."""
-        weights = {name: value.to(torch.bfloat16) for name, value in self.model.state_dict().items()}
-        weights["vocabulary"] = self.model.vocabulary.to(torch.int32)
-        runs = {split: runs_of(self.model, self.examples[split], self.settings) for split in SPLITS[1:]}
+        """Write drafter.safetensors, drafter.json and loss.svg; returns what drafter.json says. The model ends up with
+        the rounded weights, of which the figures are.
+        """
+        settings, target = self.settings, self.model.target
+        taps = default_taps(self.model.info.num_layers)
+        mask = settings.mask if settings.kind == DFLASH else None
+        write_drafter(self.model, target.vocabulary, taps, mask, self.folder / FILE_NAME)
+        as_rounded(self.model)
+        held = {split: self.examples[split] for split in SPLITS[1:]}
+        runs = {
+            split: runs_of(self.model, found, settings.drafts, settings.step_tokens) for split, found in held.items()
+        }
         told: dict[str, object] = {
-            "kind": "mtp",
             "command": command,
-            "settings": asdict(self.settings),
+            "settings": asdict(settings),
             "train_tokens": sum(len(e.tokens) for e in self.examples["train"]),
+            "train_answer_tokens": sum(len(e.tokens) - e.prompt for e in self.examples["train"]),
             "train_seconds": round(self.seconds),
             "last_loss": round(sum(self.losses[-50:]) / max(1, len(self.losses[-50:])), 4),
             **{f"{split}_accept_length": round(accept_length(found), 4) for split, found in runs.items()},
-            **{f"{split}_runs": [found[n] for n in range(self.settings.drafts + 1)] for split, found in runs.items()},
+            **{f"{split}_runs": [found[n] for n in range(settings.drafts + 1)] for split, found in runs.items()},
         }
-        save_file(weights, self.folder / "drafter.safetensors", {"format": "stepahead-mtp"})
         (self.folder / "drafter.json").write_text(json.dumps(told, indent=1) + "\n")
         (self.folder / "loss.svg").write_text(picture(self.losses))
         return told
-
-
-def read_metadata(file: Path) -> dict[str, str]:
-    """The strings in the header of a safetensors file."""
-    with file.open("rb") as opened:
-        size = int.from_bytes(opened.read(8), "little")
-        metadata: dict[str, str] = json.loads(opened.read(size)).get("__metadata__", {})
-    return metadata
-
-
-def picture(losses: Sequence[float], width: int = 640, height: int = 320) -> str:
-    """The loss, step by step, as a mean over a hundredth of the steps each."""
-    size = max(1, len(losses) // 100)
-    means = [sum(losses[i : i + size]) / len(losses[i : i + size]) for i in range(0, len(losses), size)]
-    top = max(means, default=1.0) * 1.05
-    points = " ".join(
-        f"{50 + i * (width - 70) / max(1, len(means) - 1):.1f},{height - 40 - mean / top * (height - 60):.1f}"
-        for i, mean in enumerate(means)
-    )
-    ticks = "".join(
-        f'<text x="44" y="{height - 36 - share * (height - 60):.0f}" text-anchor="end">{share * top:.2f}</text>'
-        for share in (0, 0.25, 0.5, 0.75, 1)
-    )
-    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}"'
-    return (
-        f'{head} font-family="sans-serif" font-size="12"><rect width="{width}" height="{height}" fill="white"/>'
-        f'<polyline points="{points}" fill="none" stroke="#1f6feb"/>'
-        f'{ticks}<text x="{width // 2}" y="{height - 10}" text-anchor="middle">loss, {len(losses)} steps</text></svg>\n'
-    )
 
 
 def write_data(settings: Settings, source: Path, folder: Path) -> dict[str, list[Example]]:

@@ -17,7 +17,7 @@ from gpu.drafters.drafter import Launch
 from gpu.kernels.mtp import newest_places, next_tokens
 from gpu.kernels.step_kernels import Array, PassShape, Rows
 from gpu.lanes import Lane
-from gpu.models.host_mtp import HostMtp
+from gpu.models.host_drafters import HostMtp
 from shm.config import ServerConfig
 from shm.records import CHUNK_COUNT, CHUNK_LAST, CHUNK_ROW, CHUNK_START, StepView
 
@@ -27,8 +27,8 @@ NO_TAIL = -1  # of a last chunk: the target says what comes
 class MtpDrafter:
     """See `drafter.Drafter`."""
 
-    def __init__(self, device: Device, config: ServerConfig, model: HostMtp, target_state: Array) -> None:
-        """target_state: f32[tokens, hidden], what a pass of the target leaves of each token."""
+    def __init__(self, device: Device, config: ServerConfig, model: HostMtp, target_states: Array) -> None:
+        """target_states: f32[tokens, taps, hidden], what a pass of the target leaves of each token."""
         self._model = model
         rows, hidden = config.max_running, config.model.hidden_size
 
@@ -41,11 +41,11 @@ class MtpDrafter:
         self._next = buffer((config.pass_tokens,), np.int32, "next")
         self._places = buffer((rows,), np.int32, "places")
         self._logits = buffer((rows, len(model.vocabulary)), np.float32, "logits")
-        self._work = buffer((rows, hidden), np.float32, "work")
+        self._work = buffer((rows, 1, hidden), np.float32, "work")
         caches = device.adopt(model.k_cache, "mtp.k_cache"), device.adopt(model.v_cache, "mtp.v_cache")
         own = (self._first, self._state, self._next, self._places, self._logits, self._work, *caches)
         self._own: Regions = tuple(part.region() for part in own)
-        self._target = device.adopt(target_state, "target.state")
+        self._target = device.adopt(target_states, "target.states")
         self._order = np.arange(rows, dtype=np.int32)
 
     @property
@@ -94,12 +94,12 @@ class MtpDrafter:
         drafts = rows.tokens[: count * window].reshape(count, window)
         begins = rows.positions[: count * window : window]
         drafts[:, 1] = self._first.array[entries]
-        np.take(self._state.array, entries, axis=0, out=state)
+        np.take(self._state.array, entries, axis=0, out=state[:, 0])
         for w in range(2, window):
             given = np.ascontiguousarray(drafts[:, w - 1])
-            model.draft(given, state, begins + np.int32(w - 2), order, pages, order, logits)
+            model.draft(state, given, begins + np.int32(w - 2), order, pages, order, logits)
             drafts[:, w] = model.vocabulary[logits.argmax(axis=1)]
-            np.copyto(state, model.residual[:count])
+            np.copyto(state[:, 0], model.residual[:count])
 
     def _note_tails(self, plane: Array, wanted: list[tuple[int, int]]) -> None:
         tails = self._tails.array
@@ -112,9 +112,9 @@ class MtpDrafter:
         tails = self._tails.array
         next_tokens(rows.tokens, rows.starts, targets, tails, shape.decode, shape.chunks, shape.window, behind)
         newest_places(counts, rows.logit_rows, shape.decode, shape.lasts, shape.window, places)
-        logits, state = self._logits.array[:gainers], np.ascontiguousarray(self._target.array[:tokens])
+        logits, states = self._logits.array[:gainers], self._target.array[:tokens]
         passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[: shape.rows])
-        model.draft(behind, state, *passed, places, logits)
+        model.follow(states, behind, *passed, places, logits)
         entries: Any = rows.entries[:gainers]
         self._first.array[entries] = model.vocabulary[logits.argmax(axis=1)]
         self._state.array[entries] = model.residual[places]

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -89,8 +89,12 @@ class HostLlama:
         threads: int,
         progress: Progress | None = None,
         team: Team | None = None,
+        taps: Sequence[int] = (),
+        widest: int = 0,
     ) -> None:
-        """team: of that many threads, if there is one already that never runs at the same time."""
+        """team: of that many threads, if there is one already that never runs at the same time. taps: the layers, from
+        0, whose states drafters read in `tapped`. widest: row that a matrix of a subclass takes.
+        """
         if dtype not in WEIGHT_BYTES:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(WEIGHT_BYTES)}")
         _check_shape(info, page_size)
@@ -102,6 +106,7 @@ class HostLlama:
         self.pages_per_row = pages_per_row
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
+        self.taps = tuple(taps)
         self.team = team or Team(threads)
         self._kept: list[npt.NDArray[Any]] = []  # buffers that the block refers to by address
         self._block = self.team.block(words.BLOCK_WORDS)
@@ -109,8 +114,8 @@ class HostLlama:
         # keeps the interpreter lock: it is too short to give the lock away
         self._check = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(passes.check_pass.compile())
         self._set_sizes()
-        widest = max(info.hidden_size, info.num_heads * info.head_dim, info.intermediate_size)
-        self._packer = Packer(self.team, dtype, widest)
+        self._widest = max(info.hidden_size, info.num_heads * info.head_dim, info.intermediate_size, widest)
+        self._packer = Packer(self.team, dtype, self._widest)
         self._load(weights, progress)
         self._allocate(threads)
 
@@ -167,7 +172,7 @@ class HostLlama:
     def _load_layers(self, weights: Weights, norms: npt.NDArray[np.float32], progress: Progress | None) -> None:
         info = self.info
         attended, kv = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
-        table = self._buffer(words.LAYER_TABLE, (info.num_layers, words.LAYER_WORDS), np.int64)
+        table = self._layers = self._buffer(words.LAYER_TABLE, (info.num_layers, words.LAYER_WORDS), np.int64)
         if info.qk_norm:
             head_norms = self._buffer(words.HEAD_NORMS, (info.num_layers, 2, info.head_dim), np.float32)
             for layer in range(info.num_layers):
@@ -187,7 +192,7 @@ class HostLlama:
                 self._pack(weights, both, [info.intermediate_size] * 2, info.hidden_size, alternate=True),
                 self._pack(weights, [mlp + "down_proj.weight"], [info.hidden_size], info.intermediate_size),
             ]
-            table[layer] = [m[0] for m in made] + [m[1] for m in made]
+            table[layer, : words.LAYER_TAP] = [m[0] for m in made] + [m[1] for m in made]
             norms[2 * layer] = weights.tensor(base + "input_layernorm.weight")
             norms[2 * layer + 1] = weights.tensor(base + "post_attention_layernorm.weight")
 
@@ -220,7 +225,6 @@ class HostLlama:
         info, rows = self.info, self.max_tokens
         attended = info.num_heads * info.head_dim
         positions = self.pages_per_row * self.page_size
-        widest = max(info.hidden_size, attended, info.intermediate_size)
         cache = np.float32 if self.dtype == FLOAT32 else np.uint16
         pool = (info.num_layers, self.pages, info.num_kv_heads, info.head_dim * self.page_size)
         self.k_cache = self._buffer(words.K_CACHE, pool, cache)
@@ -230,15 +234,20 @@ class HostLlama:
         self._buffer(words.SINES, sines.shape, np.float32)[:] = sines
         # f32[tokens, hidden]: behind a pass, the state of each of its tokens behind the last layer.
         self.residual = self._buffer(words.RESIDUAL, (rows, info.hidden_size), np.float32)
+        # f32[tokens, taps, hidden]: behind a pass, their states behind each of the tapped layers.
+        self.tapped = aligned((rows if self.taps else 0, len(self.taps), info.hidden_size), np.float32)
+        self._set(words.TAP_STRIDE, 4 * len(self.taps) * info.hidden_size)
+        for number, layer in enumerate(self.taps):
+            self._layers[layer, words.LAYER_TAP] = self.tapped.ctypes.data + 4 * number * info.hidden_size
         condensed = np.int16 if self.dtype == INT8 else np.float32
-        self._buffer(words.ACTIVATIONS, (max(rows, self.max_seqs), widest), condensed)
+        self._buffer(words.ACTIVATIONS, (max(rows, self.max_seqs), self._widest), condensed)
         self._buffer(words.ROW_SCALES, (max(rows, self.max_seqs),), np.float32)
         self._buffer(words.QKV, (rows, attended + 2 * info.num_kv_heads * info.head_dim), np.float32)
         self._buffer(words.ATTENDED, (rows, attended), np.float32)
         self._buffer(words.GATED, (rows, info.intermediate_size), np.float32)
         attention = scratch_floats(info.num_heads, info.head_dim, positions)
         products = COLUMNS * max(2 * GATE_ROWS, rows, self.max_seqs)
-        floats = max(attention, products, info.hidden_size)
+        floats = max(attention, products, self._widest)
         floats = (floats + 31) // 16 * 16 + 16
         self._buffer(words.SCRATCH, (threads, floats), np.float32)
         self._set(words.SCRATCH_BYTES, 4 * floats)
@@ -254,21 +263,29 @@ class HostLlama:
         logit_rows: Int32,
         logits: npt.NDArray[np.float32],
         extents: Any = None,
+        last_seen: Int32 | None = None,
     ) -> None:
         """Run T tokens, write their keys and values, and fill `logits`.
 
         tokens, positions, seqs (row of page_rows): int32 [T]; page_rows: int32 [R, pages_per_row]; logit_rows (rows of
         the pass): int32 [S]; logits: float32 [S, vocab]. All contiguous. Token t attends keys 0..positions[t] of its
         own sequence, those of this pass included. extents: for models that work sequence by sequence, which this one
-        does not. Raises ValueError, before anything runs, for a number out of range.
+        does not. last_seen: int32 [T], the last key that each token attends, where that is not its own. Raises
+        ValueError, before anything runs, for a number out of range.
         """
         count, wanted = len(tokens), len(logit_rows)
-        arrays = (tokens, positions, seqs, page_rows, logit_rows)
+        last = positions if last_seen is None else last_seen
+        arrays = (tokens, positions, seqs, page_rows, logit_rows, last)
         if any(a.dtype != np.int32 or not a.flags.c_contiguous for a in arrays):
             raise ValueError("the integer arguments of forward must be contiguous int32")
         if not (1 <= count <= self.max_tokens and wanted <= max(self.max_seqs, self.max_tokens)):
             raise ValueError(f"a pass of {count} tokens and {wanted} logit rows exceeds the buffers")
-        if len(positions) != count or len(seqs) != count or page_rows.shape[1] != self.pages_per_row:
+        if (
+            len(positions) != count
+            or len(last) != count
+            or len(seqs) != count
+            or page_rows.shape[1] != self.pages_per_row
+        ):
             raise ValueError("the arguments of forward do not fit together")
         if (
             logits.dtype != np.float32
@@ -279,6 +296,7 @@ class HostLlama:
         block = self._block
         block[words.TOKEN_COUNT], block[words.LOGIT_COUNT] = count, wanted
         block[words.TOKENS], block[words.POSITIONS] = tokens.ctypes.data, positions.ctypes.data
+        block[words.LAST_SEEN] = last.ctypes.data
         block[words.SEQUENCES], block[words.PAGE_ROWS] = seqs.ctypes.data, page_rows.ctypes.data
         block[words.SEQUENCES_MAX] = len(page_rows)
         block[words.LOGIT_ROWS], block[words.LOGITS] = logit_rows.ctypes.data, logits.ctypes.data

@@ -28,7 +28,15 @@ from gpu.kernels.rows import (
 )
 from gpu.kernels.vectors import load_f32, load_i32, store_i64, word
 from gpu.models.product_phases import make_gate_up, make_multiply
-from gpu.models.row_phases import make_attend_rows, make_cache_rows, make_condense_rows, make_embed_rows, make_norm_rows
+from gpu.models.row_phases import (
+    make_attend_rows,
+    make_cache_rows,
+    make_condense_rows,
+    make_embed_rows,
+    make_norm_rows,
+    make_norm_states,
+    tap_rows,
+)
 from gpu.models.words import (
     ADD,
     ATTENDED,
@@ -47,7 +55,9 @@ from gpu.models.words import (
     HEADS,
     HIDDEN,
     KV_HEADS,
+    LAST_SEEN,
     LAYER_TABLE,
+    LAYER_TAP,
     LAYER_WORDS,
     LAYERS,
     LIMIT_ATTENTION,
@@ -65,9 +75,9 @@ from gpu.models.words import (
     RESIDUAL,
     SEQUENCES,
     SEQUENCES_MAX,
-    STATE,
     STATE_IN,
     STATE_IN_SCALES,
+    STATE_PARTS,
     STORE,
     TOKEN_COUNT,
     TOKEN_IN,
@@ -78,7 +88,7 @@ from gpu.models.words import (
 )
 
 
-def _make_pass(
+def make_pass(
     rows_by_panel: Callable[..., None],
     condense: Callable[..., None],
     embed: Callable[..., None],
@@ -87,12 +97,13 @@ def _make_pass(
     weight_bytes: int,
     activation_bytes: int,
     cache_bytes: int,
-    joins: bool = False,
+    tokens_in: bool = False,
+    states_in: bool = False,
 ) -> Callable[[int, int, int, int], None]:
-    """joins: a drafter's pass, which begins with the state of another model as well as with its tokens."""
+    """tokens_in: tokens go through a matrix first, as a drafter's do. states_in: states from elsewhere join them."""
     embed_rows = make_embed_rows(embed)
     norm_rows = make_norm_rows(condense, activation_bytes)
-    norm_states = make_norm_rows(condense, activation_bytes, STATE)
+    norm_states = make_norm_states(condense, activation_bytes)
     condense_rows = make_condense_rows(condense, activation_bytes)
     cache_rows = make_cache_rows(write_cache, cache_bytes)
     attend_rows = make_attend_rows(attend, cache_bytes)
@@ -106,14 +117,14 @@ def _make_pass(
         qkv = attended + 2 * word(block, KV_HEADS) * word(block, HEAD_DIM)
         x = word(block, RESIDUAL)
         serial = embed_rows(block, control, serial)
-        if joins:
-            norm = 2 * word(block, LAYERS) + 1
+        if tokens_in:
             w, s = word(block, TOKEN_IN), word(block, TOKEN_IN_SCALES)
-            serial = norm_rows(block, worker, control, serial, norm, OF_TOKENS)
+            serial = norm_rows(block, worker, control, serial, 2 * word(block, LAYERS) + 1, OF_TOKENS)
             serial = multiply(block, worker, control, serial, rows, hidden, hidden, w, s, x, 4 * hidden, STORE)
-            w, s = word(block, STATE_IN), word(block, STATE_IN_SCALES)
-            serial = norm_states(block, worker, control, serial, norm + 1, OF_TOKENS)
-            serial = multiply(block, worker, control, serial, rows, hidden, hidden, w, s, x, 4 * hidden, ADD)
+        if states_in:
+            w, s, wide = word(block, STATE_IN), word(block, STATE_IN_SCALES), hidden * word(block, STATE_PARTS)
+            serial = norm_states(block, worker, control, serial)
+            serial = multiply(block, worker, control, serial, rows, wide, hidden, w, s, x, 4 * hidden, ADD)
         for layer in range(word(block, LAYERS)):
             table = word(block, LAYER_TABLE) + 8 * LAYER_WORDS * layer
             w, s = word(table, 0), word(table, 4)
@@ -132,6 +143,8 @@ def _make_pass(
             serial = condense_rows(block, control, serial, word(block, GATED), ffn, limit)
             w, s = word(table, 3), word(table, 7)
             serial = multiply(block, worker, control, serial, rows, ffn, hidden, w, s, x, 4 * hidden, ADD)
+            if word(table, LAYER_TAP) != 0:
+                serial = tap_rows(block, control, serial, word(table, LAYER_TAP))
         serial = norm_rows(block, worker, control, serial, 2 * word(block, LAYERS), OF_LOGITS)
         count, wide = word(block, LOGIT_COUNT), word(block, HEAD_ROWS)
         w, s = word(block, HEAD), word(block, HEAD_SCALES)
@@ -140,12 +153,13 @@ def _make_pass(
     return run_pass
 
 
-_INT8 = (rows_by_panel_int8, condense_int8, embed_int8, cache_bfloat16, attend_bfloat16, 1, 2, 2)
-_BFLOAT16 = (rows_by_panel_bfloat16, condense_bfloat16, embed_bfloat16, cache_bfloat16, attend_bfloat16, 2, 4, 2)
-_FLOAT32 = (rows_by_panel_float32, condense_float32, embed_float32, cache_float32, attend_float32, 4, 4, 4)
-_pass_int8, _draft_int8 = _make_pass(*_INT8), _make_pass(*_INT8, joins=True)
-_pass_bfloat16, _draft_bfloat16 = _make_pass(*_BFLOAT16), _make_pass(*_BFLOAT16, joins=True)
-_pass_float32, _draft_float32 = _make_pass(*_FLOAT32), _make_pass(*_FLOAT32, joins=True)
+# What a pass is made of in each precision.
+PARTS = {
+    INT8: (rows_by_panel_int8, condense_int8, embed_int8, cache_bfloat16, attend_bfloat16, 1, 2, 2),
+    BFLOAT16: (rows_by_panel_bfloat16, condense_bfloat16, embed_bfloat16, cache_bfloat16, attend_bfloat16, 2, 4, 2),
+    FLOAT32: (rows_by_panel_float32, condense_float32, embed_float32, cache_float32, attend_float32, 4, 4, 4),
+}
+_pass_int8, _pass_bfloat16, _pass_float32 = (make_pass(*PARTS[dtype]) for dtype in (INT8, BFLOAT16, FLOAT32))
 
 
 @entry
@@ -166,26 +180,7 @@ def pass_float32(worker: int, block: int, control: int, first: int) -> None:
     _pass_float32(worker, block, control, first)
 
 
-@entry
-def draft_int8(worker: int, block: int, control: int, first: int) -> None:
-    """Job: a drafter's pass with int8 weights."""
-    _draft_int8(worker, block, control, first)
-
-
-@entry
-def draft_bfloat16(worker: int, block: int, control: int, first: int) -> None:
-    """Job: a drafter's pass with bfloat16 weights."""
-    _draft_bfloat16(worker, block, control, first)
-
-
-@entry
-def draft_float32(worker: int, block: int, control: int, first: int) -> None:
-    """Job: a drafter's pass with float32 weights."""
-    _draft_float32(worker, block, control, first)
-
-
 PASSES = {INT8: pass_int8, BFLOAT16: pass_bfloat16, FLOAT32: pass_float32}
-DRAFT_PASSES = {INT8: draft_int8, BFLOAT16: draft_bfloat16, FLOAT32: draft_float32}
 
 
 @entry
@@ -195,16 +190,17 @@ def check_pass(block: int) -> None:
     for row in range(word(block, TOKEN_COUNT)):
         token = load_i32(word(block, TOKENS) + 4 * row)
         position = load_i32(word(block, POSITIONS) + 4 * row)
+        last = load_i32(word(block, LAST_SEEN) + 4 * row)
         sequence = load_i32(word(block, SEQUENCES) + 4 * row)
         if token < 0 or token >= word(block, VOCAB):
             fault = FAULT_TOKEN
-        elif position < 0 or position >= word(block, POSITIONS_MAX):
+        elif position < 0 or position > last or last >= word(block, POSITIONS_MAX):
             fault = FAULT_POSITION
         elif sequence < 0 or sequence >= word(block, SEQUENCES_MAX):
             fault = FAULT_SEQUENCE
         else:
             pages = row_pages(block, row)
-            for index in range(position // word(block, PAGE_SIZE) + 1):
+            for index in range(last // word(block, PAGE_SIZE) + 1):
                 page = load_i32(pages + 4 * index)
                 if page < 0 or page >= word(block, PAGES):
                     fault = FAULT_PAGE

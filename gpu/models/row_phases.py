@@ -10,7 +10,7 @@ from collections.abc import Callable
 from gpu.kernels.native import kernel
 from gpu.kernels.rows import rms_norm, rotate
 from gpu.kernels.team import await_phase, finish, take
-from gpu.kernels.vectors import load_f32, load_i32, word
+from gpu.kernels.vectors import load_f32, load_i32, store_f32, word
 from gpu.models.words import (
     ACTIVATIONS,
     ATTENDED,
@@ -24,7 +24,9 @@ from gpu.models.words import (
     HIDDEN,
     K_CACHE,
     KV_HEADS,
+    LAST_SEEN,
     LIMIT_HIDDEN,
+    LIMIT_STATE,
     LOGIT_COUNT,
     LOGIT_ROWS,
     NORMS,
@@ -37,6 +39,10 @@ from gpu.models.words import (
     RESIDUAL,
     ROW_SCALES,
     SINES,
+    STATE,
+    STATE_NORM,
+    STATE_PARTS,
+    TAP_STRIDE,
     TOKEN_COUNT,
     TOKENS,
     V_CACHE,
@@ -71,8 +77,8 @@ def make_embed_rows(embed: Callable[..., None]) -> Callable[..., int]:
     return embed_rows
 
 
-def make_norm_rows(condense: Callable[..., None], activation_bytes: int, state: int = RESIDUAL) -> Callable[..., int]:
-    """Phase: norm and rounding of every row of `state`, or of the rows whose logits are wanted."""
+def make_norm_rows(condense: Callable[..., None], activation_bytes: int) -> Callable[..., int]:
+    """Phase: norm and rounding of every row, or of the rows whose logits are wanted."""
 
     @kernel
     def norm_rows(block: int, worker: int, control: int, serial: int, norm: int, final: int) -> int:
@@ -90,13 +96,42 @@ def make_norm_rows(condense: Callable[..., None], activation_bytes: int, state: 
                 break
             for row in range(task * group, min(rows, (task + 1) * group)):
                 source = load_i32(word(block, LOGIT_ROWS) + 4 * row) if final else row
-                rms_norm(word(block, state) + 4 * hidden * source, weight, scratch, hidden, epsilon)
+                rms_norm(word(block, RESIDUAL) + 4 * hidden * source, weight, scratch, hidden, epsilon)
                 scale = word(block, ROW_SCALES) + 4 * row
                 condense(scratch, hidden, word(block, ACTIVATIONS) + activation_bytes * hidden * row, scale, limit)
             finish(control, serial, tasks)
         return await_phase(control, serial)
 
     return norm_rows
+
+
+def make_norm_states(condense: Callable[..., None], activation_bytes: int) -> Callable[..., int]:
+    """Phase: norm of every part of every state from elsewhere, and rounding of all parts of a token together."""
+
+    @kernel
+    def norm_states(block: int, worker: int, control: int, serial: int) -> int:
+        rows, hidden, parts = word(block, TOKEN_COUNT), word(block, HIDDEN), word(block, STATE_PARTS)
+        width = parts * hidden
+        weights = word(block, NORMS) + 4 * hidden * word(block, STATE_NORM)
+        epsilon, limit = load_f32(block + 8 * EPSILON), load_f32(block + 8 * LIMIT_STATE)
+        scratch = worker_scratch(block, worker)
+        group = rows_per_task(rows)
+        tasks = task_count(rows, group)
+        while True:
+            task = take(control, serial, tasks)
+            if task < 0:
+                break
+            for row in range(task * group, min(rows, (task + 1) * group)):
+                source = word(block, STATE) + 4 * width * row
+                for part in range(parts):
+                    offset = 4 * hidden * part
+                    rms_norm(source + offset, weights + offset, scratch + offset, hidden, epsilon)
+                scale = word(block, ROW_SCALES) + 4 * row
+                condense(scratch, width, word(block, ACTIVATIONS) + activation_bytes * width * row, scale, limit)
+            finish(control, serial, tasks)
+        return await_phase(control, serial)
+
+    return norm_states
 
 
 def make_condense_rows(condense: Callable[..., None], activation_bytes: int) -> Callable[..., int]:
@@ -124,6 +159,24 @@ def make_condense_rows(condense: Callable[..., None], activation_bytes: int) -> 
         return await_phase(control, serial)
 
     return condense_rows
+
+
+@kernel
+def tap_rows(block: int, control: int, serial: int, out: int) -> int:
+    """Phase: the state of every row, kept as it is at this layer."""
+    rows, hidden = word(block, TOKEN_COUNT), word(block, HIDDEN)
+    group = rows_per_task(rows)
+    tasks = task_count(rows, group)
+    while True:
+        task = take(control, serial, tasks)
+        if task < 0:
+            break
+        for row in range(task * group, min(rows, (task + 1) * group)):
+            source, place = word(block, RESIDUAL) + 4 * hidden * row, out + word(block, TAP_STRIDE) * row
+            for i in range(hidden):
+                store_f32(place + 4 * i, load_f32(source + 4 * i))
+        finish(control, serial, tasks)
+    return await_phase(control, serial)
 
 
 @kernel
@@ -196,7 +249,7 @@ def make_attend_rows(attend: Callable[..., None], cache_bytes: int) -> Callable[
                 break
             row, head = task // parts, task % parts
             if row < rows:
-                keys = load_i32(word(block, POSITIONS) + 4 * row) + 1
+                keys = load_i32(word(block, LAST_SEEN) + 4 * row) + 1
                 offset = layer_offset + head * head_bytes
                 q = word(block, QKV) + 4 * (width * row + head * group * dim)
                 out = word(block, ATTENDED) + 4 * (heads * row + head * group) * dim

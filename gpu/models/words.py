@@ -18,17 +18,23 @@ TOKEN_COUNT, LOGIT_COUNT, TOKENS, POSITIONS, SEQUENCES, PAGE_ROWS, PAGES_PER_ROW
 HIDDEN, HEADS, KV_HEADS, HEAD_DIM, FFN, VOCAB, LAYERS, PAGE_SIZE, PAGES, POSITIONS_MAX, SEQUENCES_MAX = range(10, 21)
 # numbers kept as float32 in the low half of a word,
 EPSILON, QUERY_FACTOR, LIMIT_HIDDEN, LIMIT_ATTENTION, LIMIT_FFN = range(21, 26)
-# addresses of weights: LAYER_TABLE has 4 words of panels, then 4 of scales, for each layer: qkv, out, gate-up, down,
+# addresses of weights: LAYER_TABLE has, for each layer, 4 words of panels, then 4 of scales: qkv, out, gate-up, down;
+# then the address at which this layer's state is kept for drafters, rows TAP_STRIDE bytes apart, or 0,
 # HEAD_NORMS the norm of query heads, then that of key heads, for each layer; 0: this model has none,
 LAYER_TABLE, NORMS, HEAD_NORMS, EMBEDDING, EMBEDDING_SCALES, HEAD, HEAD_SCALES, COSINES, SINES = range(26, 35)
 # and of working memory. SCRATCH is one piece of SCRATCH_BYTES for each worker.
 RESIDUAL, ACTIVATIONS, ROW_SCALES, QKV, ATTENDED, GATED, K_CACHE, V_CACHE = range(35, 43)
 SCRATCH, SCRATCH_BYTES = range(43, 45)
-# Columns of the head, which a drafter has fewer of than tokens that it can read; and what a drafter joins: the state of
-# another model, f32[tokens, hidden], with the panels and scales of its two matrices.
-HEAD_ROWS, STATE, TOKEN_IN, TOKEN_IN_SCALES, STATE_IN, STATE_IN_SCALES = range(45, 51)
-BLOCK_WORDS = 51
-LAYER_WORDS = 8
+# Columns of the head, which a drafter has fewer of than tokens that it can read; the matrix that its tokens go through;
+HEAD_ROWS, TOKEN_IN, TOKEN_IN_SCALES = range(45, 48)
+# states from elsewhere, f32[tokens, parts, hidden], the first of their norms, how far they are rounded, their matrix;
+STATE, STATE_PARTS, STATE_NORM, LIMIT_STATE, STATE_IN, STATE_IN_SCALES = range(48, 54)
+# how far apart the rows of a tap are in bytes; and the last position that each token sees, int32[tokens], which is its
+# own where tokens come one behind the other.
+TAP_STRIDE, LAST_SEEN = range(54, 56)
+BLOCK_WORDS = 56
+LAYER_WORDS = 9
+LAYER_TAP = 8  # of the words of a layer
 
 FAULT_TOKEN, FAULT_POSITION, FAULT_PAGE, FAULT_LOGIT_ROW, FAULT_SEQUENCE = range(1, 6)
 

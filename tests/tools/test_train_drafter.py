@@ -12,24 +12,25 @@ import pytest
 import torch
 from torch.nn import functional
 
+from gpu.models.drafter_weights import DrafterWeights
 from gpu.models.weights import open_weights
 from procs.model_info import read_model_info
+from shm.drafter_file import DrafterFile
 from tests.model_factory import TinyLlama
 from tools import train_drafter
-from tools.drafter_data import SPLITS, Example, Writer, conversations, load_shard, save_shard, split_of
-from tools.drafter_model import Keys, Mtp, unroll
-from tools.train_drafter import (
-    IGNORED,
-    Settings,
-    Trainer,
-    accept_length,
-    loss_of,
-    places_of,
-    read_metadata,
-    runs_of,
-    targets,
-    write_data,
+from tools.drafter_data import (
+    SPLITS,
+    Example,
+    Writer,
+    conversations,
+    default_taps,
+    load_shard,
+    save_shard,
+    split_of,
 )
+from tools.drafter_loss import UNKNOWN, accept_length, loss_of, places_of, runs_of, wanted_of
+from tools.drafter_model import TargetParts, side_by_side
+from tools.train_drafter import Settings, Trainer, make_drafter, write_data
 
 TALK = [
     {"id": f"talk{i}_0", "conversations": [{"from": "human", "value": f"say {i} {'la ' * (i % 5)}"}]}
@@ -54,7 +55,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(model: Path, **changes: Any) -> Settings:
     small = Settings(
         model=str(model), drafts=2, draft_vocabulary=200, prompt_tokens=60, answer_tokens=12, batch=4, shards=3,
-        shard_batches=1, held_out_batches=1, train_tokens=200, epochs=6.0, rate=3e-3, threads=1,
+        shard_batches=1, held_out_batches=1, step_tokens=60, epochs=6.0, rate=1e-2, threads=1,
     )  # fmt: skip
     return replace(small, **changes)
 
@@ -82,122 +83,141 @@ def test_answers_are_greedy_and_states_those_of_the_target(model: Path) -> None:
     head = torch.from_numpy(weights.tensor("lm_head.weight"))
     for one, other in zip(together, alone, strict=True):
         assert one.tokens.tolist() == other.tokens.tolist()
-        np.testing.assert_array_equal(one.hidden, other.hidden)
-        state = torch.from_numpy(one.hidden.astype(np.float32))
-        normed = state * torch.rsqrt(state.square().mean(-1, keepdim=True) + info.rms_eps) * norm
-        best = functional.linear(normed, head).argmax(-1)
+        np.testing.assert_array_equal(one.states, other.states)
+        np.testing.assert_array_equal(one.sizes, other.sizes)
+        state = torch.from_numpy(one.states[:, -1].astype(np.float32))
+        best = functional.linear(state * norm, head).argmax(-1)
         assert best[one.prompt - 1 :].tolist() == one.tokens[one.prompt :].tolist()
 
 
 def test_shards_come_back_as_they_were(tmp_path: Path) -> None:
     rng = np.random.default_rng(0)
-    made = [Example(np.arange(n, dtype=np.int32), 2, rng.random((n - 1, 4)).astype(np.float16)) for n in (3, 7, 4)]
+    made = [
+        Example(
+            np.arange(n, dtype=np.int32), 2, rng.random((n - 1, 2, 4)).astype(np.float16),
+            rng.random((n - 1, 2)).astype(np.float32),
+        )
+        for n in (3, 7, 4)
+    ]  # fmt: skip
     save_shard(tmp_path / "s.safetensors", made)
     for a, b in zip(made, load_shard(tmp_path / "s.safetensors"), strict=True):
         assert a.tokens.tolist() == b.tokens.tolist() and a.prompt == b.prompt
-        np.testing.assert_array_equal(a.hidden, b.hidden)
+        np.testing.assert_array_equal(a.states, b.states)
+        np.testing.assert_array_equal(a.sizes, b.sizes)
 
 
-def tiny(model: Path) -> Mtp:
+def tiny(model: Path, kind: str = "mtp") -> Any:
     info = read_model_info(model)
     torch.manual_seed(3)
-    made = Mtp(info, open_weights(info), torch.arange(info.vocab_size))
+    made = make_drafter(settings(model, kind=kind), info, torch.arange(info.vocab_size), 2.0)
     with torch.no_grad():
         for parameter in made.parameters():
             parameter.add_(0.05 * torch.randn_like(parameter))
     return made
 
 
-def test_the_unrolled_passes_are_those_of_drafting_one_by_one(model: Path) -> None:
-    """From place i on: the first pass over all places so far, then one place at a time, each with what came before."""
-    mtp = tiny(model)
-    tokens, hidden = torch.randint(0, 300, (1, 9)), torch.randn(1, 8, mtp.info.hidden_size)
-    states = unroll(mtp, tokens, hidden, 3)
-    for i in range(6):
-        first, keys = mtp(tokens[:, 1 : i + 2], hidden[:, : i + 1], [])
-        torch.testing.assert_close(first[:, i], states[0][:, i])
-        state = first[:, i]
-        for number in (1, 2):
-            place = i + number
-            state, keys = one_more(mtp, tokens[:, place + 1], state, place, keys)
-            torch.testing.assert_close(state, states[number][:, place])
+def example_of(info: Any, count: int, prompt: int, seed: int = 1) -> Example:
+    rng = np.random.default_rng(seed)
+    shape = (count - 1, len(default_taps(info.num_layers)), info.hidden_size)
+    states = rng.standard_normal(shape)
+    states /= np.sqrt(np.square(states).mean(axis=2, keepdims=True))
+    sizes = np.ones(shape[:2], np.float32)
+    return Example(rng.integers(0, 300, count).astype(np.int32), prompt, states.astype(np.float16), sizes)
 
 
-def one_more(mtp: Mtp, token: Any, state: Any, place: int, keys: Keys) -> tuple[Any, Keys]:
-    """A pass over one place, which sees all keys so far and its own: an ordinary decoder with a cache."""
-    with torch.no_grad():
-        x = mtp.token_in(mtp.token_norm(functional.embedding(token, mtp.embedding)))
-        x = (x + mtp.state_in(mtp.state_norm(state)))[:, None]
-        normed = mtp.input_norm(x)
-        alone = functional.pad(normed, (0, 0, place, 0))  # so that it is rotated as its place is
-        q, k = (mtp._heads(part(alone))[:, :, -1:] for part in (mtp.q, mtp.k))
-        keys = Keys(torch.cat((keys.k, k), 2), torch.cat((keys.v, mtp._values(mtp.v(normed))), 2))
-        group = mtp.info.num_heads // mtp.info.num_kv_heads
-        k, v = (part.repeat_interleave(group, dim=1) for part in (keys.k, keys.v))
-        mixed = functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2)
-        x = x + mtp.o(mixed)
-        normed = mtp.post_norm(x)
-        return (x + mtp.down(functional.silu(mtp.gate(normed)) * mtp.up(normed)))[:, 0], keys
+def drafted_one_by_one(drafter: Any, example: Example, place: int, drafts: int) -> list[int]:
+    """From the token behind `place` on, each draft put into the text before the next one is asked for: the window that
+    begins there is the only one, and nothing behind it is known.
+    """
+    text, made = example.tokens[: place + 2].copy(), []
+    for number in range(drafts):
+        longer = np.concatenate([text, np.zeros(1, np.int32)])
+        states = np.zeros((len(longer) - 1, *example.states.shape[1:]), np.float16)
+        states[: place + 1] = example.states[: place + 1]
+        # At least two places from which windows begin: the one that counts is the first.
+        one = side_by_side([Example(longer, place + 1, states, np.ones(states.shape[:2], np.float32))])
+        state = drafter.states(one, drafts)[number][0, 0]
+        made.append(int(drafter.target.vocabulary[drafter.logits(state).argmax(-1)]))
+        text = np.concatenate([text, np.array(made[-1:], np.int32)])
+    return made
 
 
-def test_what_a_draft_is_compared_with() -> None:
-    """Two tokens of prompt, four of the answer: drafts begin behind the answer's first token."""
-    tokens = torch.tensor([[10, 11, 12, 13, 14, 15]])
-    answer = torch.tensor([[False, False, True, True, True, True]])
-    known = places_of(torch.tensor([11, 13, 14, 15]), 20)
-    assert known.tolist() == [IGNORED] * 11 + [0, IGNORED, 1, 2, 3] + [IGNORED] * 4
-    assert targets(tokens, answer, known, 0).tolist() == [[IGNORED, 1, 2, 3, IGNORED]]
-    assert targets(tokens, answer, known, 1).tolist() == [[IGNORED, IGNORED, 2, 3, IGNORED]]
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_drafts_come_from_what_is_known_where_their_window_begins(model: Path, kind: str) -> None:
+    """All windows of a text at once say what each says alone, with its right drafts in the text and no state behind."""
+    drafter = tiny(model, kind)
+    example = example_of(drafter.info, 14, 4)
+    whole = side_by_side([example, example_of(drafter.info, 9, 2, seed=2)])
+    states = drafter.states(whole, 3)
+    checked = 0
+    for place in range(3, 9):
+        text = example.tokens.copy()
+        for number in range(3):
+            # what was drafted before is right: only so do windows of a training text go on
+            alone = Example(text[: place + number + 3], place + 1, example.states[: place + number + 2].copy(),
+                            example.sizes[: place + number + 2])  # fmt: skip
+            alone.states[place + 1 :] = 0
+            lone = drafter.states(side_by_side([alone]), 3)[number][0, 0]
+            torch.testing.assert_close(lone, states[number][0, place - 3], rtol=1e-4, atol=1e-4)
+            checked += 1
+    assert checked == 18
 
 
-def test_runs_are_counted_from_every_place_at_which_drafts_begin(model: Path) -> None:
+def test_runs_are_counted_from_every_place_at_which_windows_begin(model: Path) -> None:
     """Against drafting itself: from each place, token by token, until one is wrong."""
-    mtp = tiny(model)
-    rng = np.random.default_rng(1)
-    hidden = mtp.info.hidden_size
-    examples = [
-        Example(rng.integers(0, 300, n).astype(np.int32), 3, rng.standard_normal((n - 1, hidden)).astype(np.float16))
-        for n in (9, 12)
-    ]
-    spied: list[list[int]] = []
-    for example in examples:  # make what it says right, now and then
-        tokens, state = torch.from_numpy(example.tokens.astype(np.int64))[None], torch.from_numpy(example.hidden)[None]
-        for _ in range(6):
-            for number, made in enumerate(unroll(mtp, tokens, state.float(), 2)):
-                best = mtp.logits(made).argmax(-1)[0]
-                for i in range(2 + number, len(example.tokens) - 2, 3):
-                    tokens[0, i + 2] = best[i]
-        example.tokens[:] = tokens[0].numpy()
-        example.tokens[5] += len(example.tokens) == 9  # and one is wrong again
-    for example in examples:
-        tokens, state = torch.from_numpy(example.tokens.astype(np.int64))[None], torch.from_numpy(example.hidden)[None]
-        text = example.tokens.tolist()
-        for i in range(example.prompt - 1, len(text) - 2):
-            first, keys = mtp(tokens[:, 1 : i + 2], state[:, : i + 1].float(), [])
-            now, run = first[:, i], 0
-            for number in range(2):
-                draft = int(mtp.logits(now).argmax(-1))
-                if i + number + 2 >= len(text) or draft != text[i + number + 2]:
-                    break
-                run += 1
-                now, keys = one_more(mtp, torch.tensor([draft]), now, i + number + 1, keys)
-            spied.append([run])
-    wanted = Counter(run for (run,) in spied)
-    assert runs_of(mtp, examples, settings(model)) == wanted
-    assert len(wanted) == 3, "none, one and two drafts in a row"
+    for kind in ("mtp", "dflash"):
+        drafter = tiny(model, kind)
+        examples = [example_of(drafter.info, count, 3, seed=count) for count in (9, 12)]
+        for example in examples:  # make what it says right, now and then
+            for place in range(2, len(example.tokens) - 4, 3):
+                drafts = drafted_one_by_one(drafter, example, place, 2)
+                example.tokens[place + 2 : place + 4] = drafts
+        examples[0].tokens[5] += 1  # and one is wrong again
+        found: list[int] = []
+        for example in examples:
+            text = example.tokens.tolist()
+            for place in range(example.prompt - 1, len(text) - 2):
+                drafts, run = drafted_one_by_one(drafter, example, place, 2), 0
+                while run < 2 and place + run + 2 < len(text) and drafts[run] == text[place + run + 2]:
+                    run += 1
+                found.append(run)
+        assert runs_of(drafter, examples, 2, 200) == Counter(found)
+        assert set(found) == {0, 1, 2}, "none, one and two drafts in a row"
+        short = [example_of(drafter.info, 5, 4)]  # an answer of one token: there is nothing to draft
+        assert not runs_of(drafter, short, 3, 200)
     assert accept_length(Counter({0: 2, 1: 1, 3: 1})) == 2.0
 
 
-def test_it_learns_goes_on_where_it_stopped_and_ships(model: Path, source: Path, tmp_path: Path) -> None:
-    wanted = settings(model)
+def test_what_a_draft_should_be(model: Path) -> None:
+    """The target's own probabilities, and the token that it chose; that one alone where `hard` is 1."""
+    drafter = tiny(model)
+    size = drafter.info.vocab_size
+    known = places_of(torch.arange(0, size, 2), size)
+    assert known[:5].tolist() == [0, UNKNOWN, 1, UNKNOWN, 2]
+    drafter.target = TargetParts(drafter.info, open_weights(drafter.info), torch.arange(0, size, 2))
+    example = example_of(drafter.info, 10, 4)
+    example.tokens[5:] = [8, 9, 10, 11, 12]
+    answers = side_by_side([example])
+    wanted, rows = wanted_of(drafter, answers, known, 1.0)
+    assert rows.tolist() == [[0, 1, 2, 3, 4, UNKNOWN]]
+    assert wanted.argmax(-1)[[0, 2, 4]].tolist() == [4, 5, 6] and wanted[[0, 2, 4]].sum(-1).tolist() == [1, 1, 1]
+    assert 0 < wanted[1].max() < 1, "a token that cannot be drafted: what the target finds probable is all there is"
+    soft, _ = wanted_of(drafter, answers, known, 0.0)
+    logits = drafter.target.teacher(answers.states[0, 4:9])
+    torch.testing.assert_close(soft, logits.softmax(-1))
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_it_learns_goes_on_where_it_stopped_and_ships(model: Path, source: Path, tmp_path: Path, kind: str) -> None:
+    wanted = settings(model, kind=kind)
     examples = write_data(wanted, source, tmp_path / "data")
     before = sorted((tmp_path / "data").rglob("*.safetensors"))
     assert len(before) == 5 and all(examples[split] for split in SPLITS)
     whole = Trainer(wanted, tmp_path / "whole", examples)
     (tmp_path / "whole").mkdir()
-    first = loss_of(whole.model, examples["train"], whole.known, 2).item()
+    first = loss_of(whole.model, side_by_side(examples["train"]), whole.known, 2, 1.0).item()
     whole.run()
-    assert loss_of(whole.model, examples["train"], whole.known, 2).item() < 0.7 * first
+    assert loss_of(whole.model, side_by_side(examples["train"]), whole.known, 2, 1.0).item() < 0.7 * first
 
     (tmp_path / "parts").mkdir()
     part = Trainer(wanted, tmp_path / "parts", examples)
@@ -213,7 +233,11 @@ def test_it_learns_goes_on_where_it_stopped_and_ships(model: Path, source: Path,
     assert again.losses == whole.losses
     told = again.ship("a command")
     assert told["command"] == "a command" and told["test_accept_length"] >= 1  # type: ignore[operator]
-    assert read_metadata(tmp_path / "parts" / "drafter.safetensors") == {"format": "stepahead-mtp"}
+    file = DrafterFile(tmp_path / "parts" / "drafter.safetensors")
+    file.check(whole.model.info)
+    assert file.kind == kind and file.taps == default_taps(whole.model.info.num_layers)
+    for name, value in again.model.state_dict().items():  # which has the weights of the file now
+        np.testing.assert_allclose(DrafterWeights(file).tensor(name), value.numpy(), rtol=1e-6, atol=1e-9)
     assert json.loads((tmp_path / "parts" / "drafter.json").read_text()) == told
     assert (tmp_path / "parts" / "loss.svg").read_text().startswith("<svg")
     with pytest.raises(ValueError, match="other settings"):

@@ -1,0 +1,140 @@
+"""Passes of trained drafters, as native jobs: like the target's own, with other beginnings and other ends.
+
+Owns the order of their phases, by the rules of `passes`. A pass of mtp joins tokens and states; a pass of dflash has
+tokens alone, of which each may see others behind it; and `know` gives all layers of dflash the keys and values of
+places whose states are there, without attention and without an end.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+from gpu.kernels.gemm import BFLOAT16, COLUMNS, FLOAT32, INT8
+from gpu.kernels.native import entry, kernel
+from gpu.kernels.vectors import word
+from gpu.models.passes import PARTS, make_pass
+from gpu.models.product_phases import make_multiply
+from gpu.models.row_phases import make_cache_rows, make_norm_rows, make_norm_states
+from gpu.models.words import (
+    HEAD_DIM,
+    HEADS,
+    HIDDEN,
+    KV_HEADS,
+    LAYER_TABLE,
+    LAYER_WORDS,
+    LAYERS,
+    OF_TOKENS,
+    QKV,
+    RESIDUAL,
+    STATE_IN,
+    STATE_IN_SCALES,
+    STATE_PARTS,
+    STORE,
+    TOKEN_COUNT,
+)
+
+
+def _make_know(
+    rows_by_panel: Callable[..., None],
+    condense: Callable[..., None],
+    embed: Any,
+    write_cache: Callable[..., None],
+    attend: Any,
+    weight_bytes: int,
+    activation_bytes: int,
+    cache_bytes: int,
+) -> Callable[[int, int, int, int], None]:
+    norm_rows = make_norm_rows(condense, activation_bytes)
+    norm_states = make_norm_states(condense, activation_bytes)
+    cache_rows = make_cache_rows(write_cache, cache_bytes)
+    multiply = make_multiply(rows_by_panel, weight_bytes, activation_bytes)
+
+    @kernel
+    def run_know(worker: int, block: int, control: int, serial: int) -> None:
+        rows, hidden = word(block, TOKEN_COUNT), word(block, HIDDEN)
+        attended = word(block, HEADS) * word(block, HEAD_DIM)
+        kv = 2 * word(block, KV_HEADS) * word(block, HEAD_DIM)
+        stride = 4 * (attended + kv)
+        w, s, wide = word(block, STATE_IN), word(block, STATE_IN_SCALES), hidden * word(block, STATE_PARTS)
+        serial = norm_states(block, worker, control, serial)
+        x = word(block, RESIDUAL)
+        serial = multiply(block, worker, control, serial, rows, wide, hidden, w, s, x, 4 * hidden, STORE)
+        for layer in range(word(block, LAYERS)):
+            table = word(block, LAYER_TABLE) + 8 * LAYER_WORDS * layer
+            # Keys and values alone: the queries' columns, whole panels, are passed over and stay what they were.
+            w = word(table, 0) + attended // COLUMNS * (COLUMNS * hidden * weight_bytes)
+            s, out = word(table, 4) + 4 * attended, word(block, QKV) + 4 * attended
+            serial = norm_rows(block, worker, control, serial, 2 * layer, OF_TOKENS)
+            serial = multiply(block, worker, control, serial, rows, hidden, kv, w, s, out, stride, STORE)
+            serial = cache_rows(block, control, serial, layer)
+
+    return run_know
+
+
+_mtp_int8, _mtp_bfloat16, _mtp_float32 = (
+    make_pass(*PARTS[dtype], tokens_in=True, states_in=True) for dtype in (INT8, BFLOAT16, FLOAT32)
+)
+_block_int8, _block_bfloat16, _block_float32 = (
+    make_pass(*PARTS[dtype], tokens_in=True) for dtype in (INT8, BFLOAT16, FLOAT32)
+)
+_know_int8, _know_bfloat16, _know_float32 = (_make_know(*PARTS[dtype]) for dtype in (INT8, BFLOAT16, FLOAT32))
+
+
+@entry
+def mtp_int8(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass of mtp with int8 weights."""
+    _mtp_int8(worker, block, control, first)
+
+
+@entry
+def mtp_bfloat16(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass of mtp with bfloat16 weights."""
+    _mtp_bfloat16(worker, block, control, first)
+
+
+@entry
+def mtp_float32(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass of mtp with float32 weights."""
+    _mtp_float32(worker, block, control, first)
+
+
+@entry
+def block_int8(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass of dflash with int8 weights."""
+    _block_int8(worker, block, control, first)
+
+
+@entry
+def block_bfloat16(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass of dflash with bfloat16 weights."""
+    _block_bfloat16(worker, block, control, first)
+
+
+@entry
+def block_float32(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass of dflash with float32 weights."""
+    _block_float32(worker, block, control, first)
+
+
+@entry
+def know_int8(worker: int, block: int, control: int, first: int) -> None:
+    """Job: keys and values of places that dflash knows by their states, with int8 weights."""
+    _know_int8(worker, block, control, first)
+
+
+@entry
+def know_bfloat16(worker: int, block: int, control: int, first: int) -> None:
+    """Job: keys and values of places that dflash knows by their states, with bfloat16 weights."""
+    _know_bfloat16(worker, block, control, first)
+
+
+@entry
+def know_float32(worker: int, block: int, control: int, first: int) -> None:
+    """Job: keys and values of places that dflash knows by their states, with float32 weights."""
+    _know_float32(worker, block, control, first)
+
+
+MTP = {INT8: mtp_int8, BFLOAT16: mtp_bfloat16, FLOAT32: mtp_float32}
+BLOCK = {INT8: block_int8, BFLOAT16: block_bfloat16, FLOAT32: block_float32}
+KNOW = {INT8: know_int8, BFLOAT16: know_bfloat16, FLOAT32: know_float32}

@@ -1,0 +1,168 @@
+"""Models of trained drafters on the host: layers of the target's shape over the target's own embedding and head.
+
+Owns a drafter's weights, its cache and its working memory. Its pages are the target's. What it says is an index into
+the draft vocabulary. See `tools.drafter_mtp` and `tools.drafter_dflash` for the arithmetic as it is trained.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from gpu.kernels.gemm import activation_limit
+from gpu.models import draft_passes, words
+from gpu.models.drafter_weights import DrafterWeights
+from gpu.models.llama import HostLlama, Int32, Progress
+from shm.drafter_file import DrafterFile
+from shm.tensor_map import ModelError
+
+Float32 = npt.NDArray[np.float32]
+
+
+class _HostDrafter(HostLlama):
+    """What both have in common: tokens, and states of the target, go through matrices of their own."""
+
+    def __init__(self, target: HostLlama, target_head: Float32, file: DrafterFile) -> None:
+        """target_head: float32 [vocab, hidden], of which the rows of the draft vocabulary are kept.
+
+        Raises ModelError, naming the reason, for a drafter of another model.
+        """
+        file.check(target.info)
+        self._target, self.vocabulary, self.parts = target, file.vocabulary, len(file.taps)
+        if target.taps != file.taps:
+            raise ValueError("the target keeps other layers than those that its drafter reads")
+        self._head = target_head[self.vocabulary]
+        super().__init__(
+            replace(target.info, num_layers=file.layers, qk_norm=False),
+            DrafterWeights(file),
+            dtype=target.dtype,
+            page_size=target.page_size,
+            pages=target.pages,
+            pages_per_row=target.pages_per_row,
+            max_tokens=target.max_tokens,
+            max_seqs=target.max_seqs,
+            threads=target.team.threads,
+            team=target.team,
+            widest=self.parts * target.info.hidden_size,
+        )
+
+    def _load(self, weights: Any, progress: Progress | None) -> None:
+        info, hidden, ends = self.info, self.info.hidden_size, 2 * self.info.num_layers
+        norms = self._buffer(words.NORMS, (ends + 3 + self.parts, hidden), np.float32)
+        try:
+            self._load_layers(weights, norms, progress)
+            self._token_in = self._pack(weights, ["token_in.weight"], [hidden], hidden)
+            self._target_in = self._pack(weights, ["target_in.matrix.weight"], [hidden], self.parts * hidden)
+            norms[ends], norms[ends + 1] = weights.tensor("model.norm.weight"), weights.tensor("token_norm.weight")
+            norms[ends + 3 :] = weights.tensor("target_in.norms")
+            self._load_more(weights, norms[ends + 2])
+        except ValueError as error:
+            raise ModelError(f"the drafter is not one of {info.name}: {error}") from None
+        self._set_matrix(words.TOKEN_IN, self._token_in)
+        self._set_matrix(words.EMBEDDING, self._target.embedding)
+        rows = len(self._head)
+        self._set_matrix(words.HEAD, self._pack(_Given(self._head), ["head"], [rows], hidden))
+        self._set(words.HEAD_ROWS, rows)
+        del self._head
+
+    def _load_more(self, weights: Any, norm: Float32) -> None:
+        """Load what one kind has alone. norm: f32[hidden], of its own states, to be filled."""
+
+    def _join(self, states: Float32, parts: int, norm: int, matrix: tuple[int, int]) -> None:
+        """Say which states the next pass begins with: f32[T, parts, hidden], by which norm and which matrix."""
+        if states.dtype != np.float32 or not states.flags.c_contiguous or states.shape[1:] != self._state_shape(parts):
+            raise ValueError(f"states must be contiguous float32 [T, {parts}, hidden]")
+        self._set(words.STATE, states.ctypes.data)
+        self._set(words.STATE_PARTS, parts)
+        self._set(words.STATE_NORM, 2 * self.info.num_layers + norm)
+        self._set_float(words.LIMIT_STATE, activation_limit(parts * self.info.hidden_size))
+        self._set_matrix(words.STATE_IN, matrix)
+
+    def _state_shape(self, parts: int) -> tuple[int, int]:
+        return parts, self.info.hidden_size
+
+
+class HostMtp(_HostDrafter):
+    """One layer. At place i of a row it takes the target's states there and the token at i + 1, and says which token
+    comes at i + 2; where it goes on by itself, its own state takes the place of the target's.
+    """
+
+    def __init__(self, target: HostLlama, target_head: Float32, file: DrafterFile) -> None:
+        """See above."""
+        super().__init__(target, target_head, file)
+        self._pass = draft_passes.MTP[target.dtype]
+        self._pass.compile()
+
+    def _load_more(self, weights: Any, norm: Float32) -> None:
+        hidden = self.info.hidden_size
+        self._state_in = self._pack(weights, ["state_in.weight"], [hidden], hidden)
+        norm[:] = weights.tensor("state_norm.weight")
+
+    def follow(self, states: Float32, *given: Any) -> None:
+        """A pass behind the target's: states f32 [T, taps, hidden]; then what `HostLlama.forward` is given, where
+        tokens int32 [T] are those behind the places, and logits float32 [S, D].
+        """
+        self._join(states, self.parts, 3, self._target_in)
+        self.forward(*given)
+
+    def draft(self, states: Float32, *given: Any) -> None:
+        """A pass behind its own: states f32 [T, 1, hidden], a copy of what that left in `residual`."""
+        self._join(states, 1, 2, self._state_in)
+        self.forward(*given)
+
+
+class HostDflash(_HostDrafter):
+    """A few layers over a block: the newest token and a mask for every draft, all of which see each other."""
+
+    def __init__(self, target: HostLlama, target_head: Float32, file: DrafterFile) -> None:
+        """See above."""
+        super().__init__(target, target_head, file)
+        self.mask = file.mask
+        self._pass = self._block_pass = draft_passes.BLOCK[target.dtype]
+        self._know = draft_passes.KNOW[target.dtype]
+        self._pass.compile()
+        self._know.compile()
+
+    def know(self, states: Float32, *given: Any) -> None:
+        """Give all layers the keys and values of T places by the target's states, f32 [T, taps, hidden]; then what
+        `HostLlama.forward` is given, of whose tokens nothing is read, and which wants no logits.
+        """
+        self._join(states, self.parts, 3, self._target_in)
+        self._pass = self._know
+        try:
+            self.forward(*given)
+        finally:
+            self._pass = self._block_pass
+
+    def draft(
+        self,
+        last_seen: Int32,
+        tokens: Int32,
+        positions: Int32,
+        seqs: Int32,
+        page_rows: Int32,
+        logit_rows: Int32,
+        logits: Float32,
+    ) -> None:
+        """A pass over blocks: int32 [T], the last position of each token's block; then what `HostLlama.forward` is
+        given, logits float32 [S, D].
+        """
+        self.forward(tokens, positions, seqs, page_rows, logit_rows, logits, last_seen=last_seen)
+
+
+class _Given:
+    """One tensor that is there already."""
+
+    def __init__(self, matrix: Float32) -> None:
+        self._matrix = matrix
+
+    def tensor(self, name: str, /) -> Float32:
+        """It, whatever the name."""
+        return self._matrix
+
+    def names(self) -> list[str]:
+        """None of its own."""
+        return []

@@ -1,0 +1,47 @@
+"""From what the user calls a drafter to its file.
+
+Owns the meaning of --speculate where a trained drafter is named, and the place of those that are shipped.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from shm.config import ModelInfo
+from shm.drafter_file import DFLASH, FILE_NAME, MTP, DrafterFile
+from shm.tensor_map import ModelError
+
+# A folder for each model, in it one for each kind of drafter.
+SHIPPED = Path(__file__).resolve().parent.parent / "gpu" / "drafters" / "shipped"
+TRAINED = (MTP, DFLASH)
+
+
+def find_drafter(name: str, target: ModelInfo) -> DrafterFile | None:
+    """The drafter for a model that `name` stands for: a kind, of which one is shipped for models of this shape, or a
+    folder that holds one. None: it stands for no trained drafter. Raises ModelError, with the reason, where the drafter
+    is not one of this model.
+    """
+    if name in TRAINED:
+        return _shipped(name, target)
+    path = Path(name).expanduser() / FILE_NAME
+    if not path.is_file():
+        return None
+    file = DrafterFile(path.resolve())
+    file.check(target)
+    return file
+
+
+def _shipped(kind: str, target: ModelInfo) -> DrafterFile:
+    models = []
+    for path in sorted(SHIPPED.glob(f"*/{kind}/{FILE_NAME}")):
+        file = DrafterFile(path)
+        try:
+            file.check(target)
+        except ModelError:
+            models.append(path.parent.parent.name)
+            continue
+        return file
+    raise ModelError(
+        f"no {kind} drafter is shipped for {target.name} (only for {', '.join(models) or 'no model'}); train one with "
+        "python -m tools.train_drafter, and give --speculate the folder that it has written"
+    )

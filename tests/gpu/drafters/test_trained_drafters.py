@@ -1,0 +1,280 @@
+"""Trained drafters in the step program, with the real scheduler: the answers of plain decoding, and a right state.
+
+Each is trained on the tiny target's own answers, so that some of what it says is taken.
+"""
+
+import json
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from gpu.device.host import HostDevice
+from gpu.drafters.dflash import DflashDrafter
+from gpu.drafters.mtp import MtpDrafter
+from gpu.kernels.host_step import HostStepKernels
+from gpu.kernels.sampling import sample
+from gpu.models.host_drafters import HostDflash, HostMtp
+from gpu.models.llama import HostLlama
+from gpu.models.weights import open_weights
+from gpu.step import StepProgram
+from procs.model_info import read_model_info
+from shm.config import ServerConfig
+from shm.drafter_file import DrafterFile
+from shm.records import ResultLayout
+from tests.gpu.order.served_mill import Asked, ServedMill
+from tests.gpu.test_declarations import AuditDevice, forgetful
+from tests.model_factory import TinyLlama
+from tools.drafter_data import Writer, prompts_of
+from tools.drafter_dflash import Dflash
+from tools.drafter_model import Answers, side_by_side
+from tools.train_drafter import Settings, Trainer, write_data
+
+PAGE = 16
+TALK = [{"id": f"t{i}_0", "conversations": [{"from": "human", "value": f"tell {i}"}]} for i in range(300)]
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    TinyLlama().write_hf(folder)
+    return folder
+
+
+def trained(model: Path, folder: Path, kind: str) -> Trainer:
+    (folder / "talk.json").write_text(json.dumps(TALK))
+    settings = Settings(
+        kind=kind, model=str(model), drafts=2, draft_vocabulary=300, prompt_tokens=60, answer_tokens=24, batch=8,
+        shards=2, shard_batches=1, held_out_batches=1, step_tokens=200, epochs=25.0, rate=4e-3, threads=1,
+    )  # fmt: skip
+    made = Trainer(settings, folder, write_data(settings, folder / "talk.json", folder / "data"))
+    made.run()
+    made.ship("a test")
+    return made
+
+
+@pytest.fixture(scope="module")
+def mtp(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return trained(model, tmp_path_factory.mktemp("mtp"), "mtp")
+
+
+@pytest.fixture(scope="module")
+def dflash(model: Path, tmp_path_factory: pytest.TempPathFactory) -> Trainer:
+    return trained(model, tmp_path_factory.mktemp("dflash"), "dflash")
+
+
+@pytest.fixture(params=["mtp", "dflash"])
+def trainer(request: pytest.FixtureRequest) -> Trainer:
+    made: Trainer = request.getfixturevalue(request.param)
+    return made
+
+
+@pytest.fixture(scope="module")
+def prompts(model: Path, mtp: Trainer) -> list[list[int]]:
+    """Those that they were trained on."""
+    chosen = prompts_of(mtp.folder / "talk.json", model, "train", 60)
+    return [prompt for _, prompt in zip(range(6), chosen, strict=False)]
+
+
+def config_of(model: Path, **changes: Any) -> ServerConfig:
+    given: dict[str, Any] = {
+        "model": read_model_info(model), "served_model_name": "tiny", "host": "127.0.0.1", "port": 0,
+        "dtype": "float32", "max_running": 3, "max_queued": 9, "kv_tokens": 320, "max_len": 80, "prefill_chunk": 16,
+        "threads": 1, "draft_when": "always",
+    }  # fmt: skip
+    return ServerConfig(**(given | changes))
+
+
+class Served(ServedMill):
+    """The scheduler, a tiny Llama, and its drafter."""
+
+    def __init__(self, config: ServerConfig, asked: list[Asked], device: HostDevice | None = None) -> None:
+        self.drafter: Any = None
+        super().__init__(device or HostDevice(), config, asked)
+
+    def make_program(self, device: Any, config: ServerConfig, drafting: str, options: dict[str, Any]) -> StepProgram:
+        weights = open_weights(config.model)
+        file = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
+        target = HostLlama(
+            config.model, weights, "float32", page_size=config.page_size, pages=config.pages,
+            pages_per_row=config.pages_per_row, max_tokens=config.pass_tokens,
+            max_seqs=ResultLayout(config).max_rows * config.window, threads=1, taps=file.taps if file else (),
+        )  # fmt: skip
+        head = weights.tensor("lm_head.weight")
+        if file is not None and file.kind == "dflash":
+            self.drafter = DflashDrafter(device, config, HostDflash(target, head, file), target.tapped)
+        elif file is not None:
+            self.drafter = MtpDrafter(device, config, HostMtp(target, head, file), target.tapped)
+        kernels, sampler = HostStepKernels.of(config), partial(sample, team=target.team)
+        return StepProgram(device, config, target, kernels, sampler, self.ledger.tokens, drafter=self.drafter)
+
+
+def serve(config: ServerConfig, prompts: list[list[int]], limit: int, **more: Any) -> tuple[list[list[int]], Served]:
+    asked = [Asked(prompt=prompt, max_new=limit, arrival=3 * i, **more) for i, prompt in enumerate(prompts)]
+    served = Served(config, asked)
+    got = served.run()
+    served.device.close()
+    return got, served
+
+
+def accepted(served: Served) -> int:
+    return int(served.ledger.accepted.sum())
+
+
+def with_drafter(config: ServerConfig, trainer: Trainer, drafts: int) -> ServerConfig:
+    file = str(trainer.folder / "drafter.safetensors")
+    return replace(config, speculate=trainer.settings.kind, window=1 + drafts, drafter_file=file)
+
+
+@pytest.mark.parametrize("drafts", [1, 2, 4])
+def test_the_answers_are_those_of_plain_decoding(
+    model: Path, trainer: Trainer, prompts: list[list[int]], drafts: int
+) -> None:
+    """In chunks of a part of a prompt, with prefixes that are found, and with rows that are retracted."""
+    config = config_of(model)
+    wanted, _ = serve(config, prompts, 24)
+    got, served = serve(with_drafter(config, trainer, drafts), prompts, 24)
+    assert got == wanted
+    assert accepted(served) > 10, "it was trained for this"
+    retractions = 0
+    for kv_tokens in (96, 112, 128):  # which of them is too small for what runs at once depends on what is drafted
+        got, served = serve(with_drafter(config_of(model, kv_tokens=kv_tokens), trainer, drafts), prompts, 24)
+        assert got == wanted
+        retractions += int(served.total("retractions_total"))
+    assert retractions > 0
+    assert (
+        serve(with_drafter(config, trainer, drafts), prompts, 24, temperature=0.9)[0]
+        == (serve(config, prompts, 24, temperature=0.9)[0])
+    )
+
+
+def watched(model: Path, trainer: Trainer, prompt: list[int], look: Any) -> tuple[list[int], Answers]:
+    """Serve one request with windows and steps without drafts in turn; look(length, drafter) sees each step's end.
+    Returns the answer, and what the target alone makes of the whole text.
+    """
+    config = with_drafter(config_of(model, max_running=1), trainer, 2)
+    served = Served(config, [Asked(prompt=prompt, max_new=23)])
+    turns = iter([2, 2, 0, 2, 0, 0, 2] + [2] * 40)
+    served.steps.drafting.drafts = lambda rows: next(turns) if rows else 2  # type: ignore[method-assign]
+    apply = served.steps.apply
+
+    def look_and_apply(view: Any) -> Any:
+        served.device.synchronize()
+        look(int(served.program.relay.length.array[1]), served.drafter)
+        return apply(view)
+
+    served.steps.apply = look_and_apply  # type: ignore[method-assign]
+    (got,) = served.run()
+    served.device.close()
+    example = Writer(config.model, 1, 80, 1, "float32").answer([prompt], 40)[0]
+    assert example.tokens[example.prompt :][: len(got)].tolist() == got
+    return got, side_by_side([replace(example, prompt=1)])  # windows may begin anywhere
+
+
+def test_the_state_of_mtp_is_what_torch_makes_of_the_whole_text(
+    model: Path, mtp: Trainer, prompts: list[list[int]]
+) -> None:
+    """After chunks, windows and steps without drafts: the first draft and the state at the row's last place."""
+    seen: list[tuple[int, int, Any]] = []
+
+    def look(length: int, drafter: MtpDrafter) -> None:
+        seen.append((length, int(drafter._first.array[1]), drafter._state.array[1].copy()))
+
+    got, answers = watched(model, mtp, prompts[0], look)
+    with torch.no_grad():
+        (states,) = mtp.model.states(answers, 1)
+        firsts = mtp.model.target.vocabulary[mtp.model.logits(states).argmax(-1)][0]
+    checked = 0
+    for length, first, state in seen:
+        if len(prompts[0]) <= length < min(len(prompts[0]) + len(got), states.shape[1]):
+            wanted = states[0, length - 1].numpy()
+            assert np.abs(state - wanted).max() < 0.02 * np.abs(wanted).max()
+            assert first == int(firsts[length - 1])
+            checked += 1
+    assert checked > 5
+
+
+def test_the_cache_of_dflash_is_what_torch_makes_of_the_whole_text(
+    model: Path, dflash: Trainer, prompts: list[list[int]]
+) -> None:
+    """The keys of every place that counts, in every layer."""
+    seen: list[tuple[int, Any]] = []
+
+    def look(length: int, drafter: DflashDrafter) -> None:
+        seen.append((length, drafter._model.k_cache.copy()))
+
+    got, answers = watched(model, dflash, prompts[0], look)
+    drafter = dflash.model
+    assert isinstance(drafter, Dflash)
+    with torch.no_grad():
+        known = drafter.target_in(answers.states)
+        everywhere = torch.arange(known.shape[1])
+        keys = [drafter.heads.rotate(layer.k(layer.input_norm(known)), everywhere)[0] for layer in drafter.layers]
+    checked = 0
+    for length, cache in seen:
+        if len(prompts[0]) <= length < len(prompts[0]) + len(got):
+            for layer, wanted in enumerate(keys):
+                found = keys_of(cache[layer])
+                for place in range(min(length, wanted.shape[1])):
+                    nearest = np.abs(found - wanted[:, place].numpy()).max((1, 2)).min()
+                    assert nearest < 0.02 * np.abs(wanted[:, place].numpy()).max()
+            checked += 1
+    assert checked > 5
+
+
+def keys_of(cache: Any) -> Any:
+    """f32[slots, kv_heads, dim] of one layer's keys [pages, kv_heads, dim * page]."""
+    pages, heads, _ = cache.shape
+    return cache.reshape(pages, heads, -1, PAGE).transpose(0, 3, 1, 2).reshape(pages * PAGE, heads, -1)
+
+
+def audited(model: Path, trainer: Trainer, prompt: list[int], device: AuditDevice) -> AuditDevice:
+    """Each step ends before the scheduler goes on: what it writes meanwhile is not the step's."""
+    config = with_drafter(config_of(model, max_running=1), trainer, 3)
+    served = Served(config, [Asked(prompt=prompt, max_new=5)], device)
+    push = served._push
+
+    def push_and_wait() -> bool:
+        pushed = push()
+        device.synchronize()
+        return pushed
+
+    served._push = push_and_wait  # type: ignore[method-assign]
+    served.run()
+    return device
+
+
+def test_it_touches_what_it_declares(model: Path, trainer: Trainer, prompts: list[list[int]]) -> None:
+    device = audited(model, trainer, prompts[0], AuditDevice())
+    assert {"draft", "draft extend", "model"} <= device.audited
+    device.close()
+
+
+DECLARED = [
+    ("mtp", "draft", "reads", "mtp.state"),
+    ("mtp", "draft", "writes", "batch.tokens"),
+    ("mtp", "draft extend", "reads", "target.states"),
+    ("mtp", "draft extend", "reads", "batch.targets"),
+    ("mtp", "draft extend", "writes", "mtp.first"),
+    ("mtp", "note tails", "writes", "mtp.tails"),
+    ("mtp", "model", "writes", "target.states"),
+    ("dflash", "draft", "reads", "batch.positions"),
+    ("dflash", "draft", "writes", "batch.tokens"),
+    ("dflash", "draft", "writes", "dflash.blocks"),
+    ("dflash", "draft extend", "reads", "target.states"),
+    ("dflash", "draft extend", "writes", "dflash.k_cache"),
+    ("dflash", "model", "writes", "target.states"),
+]
+
+
+@pytest.mark.parametrize(("trainer", "name", "kind", "buffer"), DECLARED, indirect=["trainer"])
+def test_what_it_does_not_declare_is_seen(
+    model: Path, trainer: Trainer, prompts: list[list[int]], name: str, kind: str, buffer: str
+) -> None:
+    device = forgetful(name, kind, buffer)
+    with pytest.raises(Exception, match=name):
+        audited(model, trainer, prompts[0], device)
