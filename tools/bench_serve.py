@@ -113,12 +113,14 @@ def counters(server: Server, api_key: str | None) -> Counters | None:
 
 
 def request_body(options: argparse.Namespace, model: str, prompt: str) -> dict[str, Any]:
-    """Builds the request for one prompt: greedy, of exactly --output-tokens tokens, streamed with the token count."""
+    """Builds the request for one prompt: greedy, of exactly --output-tokens tokens (or of as many as the model has to
+    say, but no more), streamed with the token count.
+    """
     text = {"messages": [{"role": "user", "content": prompt}]} if options.endpoint == "chat" else {"prompt": prompt}
     return text | {
         "model": model,
         "max_tokens": options.output_tokens,
-        "ignore_eos": True,
+        "ignore_eos": not options.natural_ends,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
@@ -227,6 +229,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32], metavar="N,N,..."
     )
     parser.add_argument("--output-tokens", type=int, default=128, metavar="N")
+    parser.add_argument("--natural-ends", action="store_true", help="answers may end before --output-tokens")
     parser.add_argument("--rounds", type=int, default=3, help="requests per lane and run (at least 8 in all)")
     parser.add_argument("--requests", type=int, help="requests per run, whatever the number of lanes")
     parser.add_argument("--repeat", type=int, default=3, help="runs per setting; the medians are printed")
