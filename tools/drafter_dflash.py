@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from gpu.models.weights import WeightSource
 from shm.config import ModelInfo
-from tools.drafter_model import Answers, Heads, Layer, RmsNorm, StateIn, TargetParts
+from tools.drafter_model import TOKEN_SHARE, Answers, Heads, Layer, RmsNorm, StateIn, TargetParts
 
 
 class Dflash(nn.Module):  # type: ignore[misc]
@@ -38,7 +38,7 @@ class Dflash(nn.Module):  # type: ignore[misc]
         self.token_in = nn.Linear(hidden, hidden, bias=False)
         self.target_in = StateIn(hidden, taps)
         with torch.no_grad():
-            self.token_in.weight.copy_(torch.eye(hidden))
+            self.token_in.weight.copy_(TOKEN_SHARE * torch.eye(hidden))
         first = info.num_layers - layers
         self.layers = nn.ModuleList(Layer(info, weights, first + number, size) for number in range(layers))
         self.norm = RmsNorm(self.target.norm, info.rms_eps)

@@ -22,6 +22,9 @@ from shm.tensor_map import EMBEDDING, FINAL_NORM, HEAD
 from tools.drafter_data import Example
 
 
+TOKEN_SHARE = 0.1  # of a token in a layer's input at the beginning, beside a state's 1
+
+
 @dataclass(frozen=True)
 class Answers:
     """Examples side by side. A window may begin at A places of each: at place a stands the target's state of token

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from gpu.models.weights import WeightSource
 from shm.config import ModelInfo
-from tools.drafter_model import Answers, Heads, Layer, RmsNorm, StateIn, TargetParts
+from tools.drafter_model import TOKEN_SHARE, Answers, Heads, Layer, RmsNorm, StateIn, TargetParts
 
 
 @dataclass
@@ -39,7 +39,7 @@ class Mtp(nn.Module):  # type: ignore[misc]
         self.state_in = nn.Linear(hidden, hidden, bias=False)
         self.target_in = StateIn(hidden, taps)
         with torch.no_grad():
-            self.token_in.weight.copy_(torch.eye(hidden))
+            self.token_in.weight.copy_(TOKEN_SHARE * torch.eye(hidden))
             self.state_in.weight.copy_(torch.eye(hidden))
         self.layers = nn.ModuleList([Layer(info, weights, info.num_layers - 1, size)])
         self.norm = RmsNorm(self.target.norm, info.rms_eps)

@@ -51,14 +51,14 @@ class Settings:
     prompt_tokens: int = 320  # prompts that are longer are left out
     answer_tokens: int = 160
     batch: int = 48  # answers that are written together
-    shards: int = 40
+    shards: int = 50
     shard_batches: int = 2
     held_out_batches: int = 2  # for validation, and for the test
     step_tokens: int = 2048  # of answers, in a step
-    epochs: float = 3.0
-    rate: float = 5e-3  # of matrices
-    rate_of_rest: float = 2e-3
-    hard: float = 0.5  # share of the target's own choice in what is learnt, beside how probable it finds each token
+    epochs: float = 4.0
+    rate: float = 1e-2  # of matrices
+    rate_of_rest: float = 4e-3
+    hard: float = 0.0  # share of the target's own choice in what is learnt, beside how probable it finds each token
     warm_up: float = 0.03
     decay: float = 0.01
     seed: int = 1
@@ -244,13 +244,14 @@ def main(argv: Sequence[str] | None = None) -> None:
     """Run the stages that are not done."""
     parser = argparse.ArgumentParser(prog="python -m tools.train_drafter", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--sharegpt", type=Path, required=True, help="ShareGPT's conversations, JSON")
-    parser.add_argument("--out", type=Path, required=True, help="folder for data, checkpoint and result")
+    parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and result")
+    parser.add_argument("--data", type=Path, help="folder for the answers, which all kinds of drafters share (OUT/data)")
     for name, default in asdict(Settings()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     given = parser.parse_args(argv)
     settings = Settings(**{name: getattr(given, name) for name in asdict(Settings())})
     given.out.mkdir(parents=True, exist_ok=True)
-    examples = write_data(settings, given.sharegpt, given.out / "data")
+    examples = write_data(settings, given.sharegpt, given.data or given.out / "data")
     trainer = Trainer(settings, given.out, examples)
     trainer.run()
     told = trainer.ship(" ".join(["python -m tools.train_drafter", *(sys.argv[1:] if argv is None else argv)]))
