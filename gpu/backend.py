@@ -91,6 +91,7 @@ def _open_host(
     from gpu.kernels.ngram import HostNgramKernels
     from gpu.kernels.sampling import sample
     from gpu.kernels.team import Team
+    from gpu.kernels.trained import HostTrainedKernels
     from gpu.models.host_drafters import HostDflash, HostMtp
     from gpu.models.llama import HostLlama
 
@@ -119,9 +120,11 @@ def _open_host(
     if config.speculate == "ngram":
         drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
     elif trained is not None and trained.kind == DFLASH:
-        drafter = DflashDrafter(device, config, HostDflash(model, weights.tensor(HEAD), trained), model.tapped)
+        block_model = HostDflash(model, weights.tensor(HEAD), trained)
+        drafter = DflashDrafter(device, config, block_model, model.tapped, HostTrainedKernels())
     elif trained is not None:
-        drafter = MtpDrafter(device, config, HostMtp(model, weights.tensor(HEAD), trained), model.tapped)
+        next_model = HostMtp(model, weights.tensor(HEAD), trained)
+        drafter = MtpDrafter(device, config, next_model, model.tapped, HostTrainedKernels())
     elif config.drafter is not None:
         draft_model = load(config.drafter, open_weights(config.drafter), model.team)
         drafter = StandaloneDrafter(device, config, draft_model, HostColumns())

@@ -5,6 +5,7 @@ where Triton interprets its kernels, so that all of it can be tested without a G
 """
 
 from functools import partial
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -13,7 +14,9 @@ from gpu.device.cuda import CudaDevice
 from gpu.device.cuda_api import CudaApi
 from gpu.device.guard import LaunchGuard
 from gpu.device.protocol import Device, Observer
+from gpu.drafters.dflash import DflashDrafter
 from gpu.drafters.drafter import Drafter
+from gpu.drafters.mtp import MtpDrafter
 from gpu.drafters.ngram import NgramDrafter
 from gpu.drafters.standalone import StandaloneDrafter
 from gpu.kernels.columns import TorchColumns
@@ -23,10 +26,13 @@ from gpu.kernels.step_kernels import Array
 from gpu.kernels.triton_ngram import TritonNgramKernels
 from gpu.kernels.triton_sampling import sample
 from gpu.kernels.triton_step import TritonStepKernels
+from gpu.kernels.triton_trained import TritonTrainedKernels
+from gpu.models.cuda_drafters import CudaDflash, CudaMtp
 from gpu.models.cuda_llama import CudaLlama, Weights
 from gpu.models.weights import open_weights
 from gpu.step import Sampler, StepProgram
 from shm.config import ModelInfo, ServerConfig
+from shm.drafter_file import DFLASH, DrafterFile
 from shm.records import ResultLayout
 
 
@@ -51,7 +57,8 @@ def make_parts(
     Raises ValueError for a model that the kernels do not support, MemoryError if the device is too small.
     """
     samples = ResultLayout(config).max_rows * config.window
-    model = load_model(config, config.model, weights, progress, device)
+    taps = DrafterFile(Path(config.drafter_file)).taps if config.drafter_file else ()
+    model = load_model(config, config.model, weights, progress, device, taps)
     if capability is not None:
         info, kind = config.model, model.k_cache.dtype
         heads = (info.num_heads, info.num_kv_heads, info.head_dim)
@@ -67,7 +74,9 @@ def make_parts(
     return Parts(model, TritonStepKernels.of(config), sampler)
 
 
-def load_model(config: ServerConfig, info: ModelInfo, weights: Weights, progress: Any, device: str) -> CudaLlama:
+def load_model(
+    config: ServerConfig, info: ModelInfo, weights: Weights, progress: Any, device: str, taps: tuple[int, ...] = ()
+) -> CudaLlama:
     """A model with the pages of the server's cache, for passes as large as the server's."""
     return CudaLlama(
         info,
@@ -80,18 +89,33 @@ def load_model(config: ServerConfig, info: ModelInfo, weights: Weights, progress
         max_seqs=ResultLayout(config).max_rows * config.window,
         device=device,
         progress=progress,
+        taps=taps,
     )
 
 
-def make_drafter(config: ServerConfig, device: Device, place: str, progress: Any) -> Drafter | None:
-    """What drafts, if anything does. place: torch's name of the device."""
+def make_drafter(config: ServerConfig, device: Device, place: str, progress: Any, target: CudaLlama) -> Drafter | None:
+    """What drafts for `target`, if anything does. place: torch's name of the device."""
     if config.speculate == "ngram":
         return NgramDrafter(device, config, TritonNgramKernels.of(config, place), shared=config.ngram_shared)
+    if config.drafter_file is not None:
+        return _trained_drafter(config, device, progress, target)
     if config.drafter is None:
         return None
     model = load_model(config, config.drafter, open_weights(config.drafter), progress, place)
     model.warm()
     return StandaloneDrafter(device, config, model, TorchColumns())
+
+
+def _trained_drafter(config: ServerConfig, device: Device, progress: Any, target: CudaLlama) -> Drafter:
+    assert config.drafter_file is not None
+    file, kernels = DrafterFile(Path(config.drafter_file)), TritonTrainedKernels()
+    if file.kind == DFLASH:
+        dflash = CudaDflash(target, file, progress)
+        dflash.warm()
+        return DflashDrafter(device, config, dflash, target.tapped, kernels)
+    mtp = CudaMtp(target, file, progress)
+    mtp.warm()
+    return MtpDrafter(device, config, mtp, target.tapped, kernels)
 
 
 def open_cuda(
@@ -113,7 +137,7 @@ def open_cuda(
     parts.model.warm()
     attention = parts.model.attention
     plan = attention.plan if attention.needs_host_lengths else None
-    drafter = make_drafter(config, device, str(device.api.place), progress)
+    drafter = make_drafter(config, device, str(device.api.place), progress, parts.model)
     program = StepProgram(
         *(device, config, parts.model, parts.kernels, parts.sampler, ledger_tokens), drafter=drafter, plan=plan
     )

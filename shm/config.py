@@ -163,7 +163,6 @@ class ServerConfig(_Json):
         )
         is_trained = self.speculate in ("mtp", "dflash")
         _require(is_trained == (self.drafter_file is not None), "drafter_file", "is for a trained drafter")
-        _require(not is_trained or self.device == "host", "speculate", "a trained drafter runs on the host device only")
         if self.drafter is not None:
             drafted, wanted = self.drafter.vocab_size, self.model.vocab_size
             _require(

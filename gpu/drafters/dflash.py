@@ -6,24 +6,44 @@ drafts, and nothing but that goes from one step to the next. It drafts what it f
 temperature.
 """
 
+from typing import Any, Protocol
+
 import numpy as np
 
 from gpu.batch import Batch
 from gpu.device.protocol import Buffer, Device, Regions
 from gpu.drafters.drafter import Launch
-from gpu.kernels.step_kernels import Array, PassShape, Rows
+from gpu.kernels.draft_kernels import TrainedKernels
+from gpu.kernels.step_kernels import Array, Extents, PassShape, Rows
 from gpu.lanes import Lane
-from gpu.models.host_drafters import HostDflash
 from shm.config import ServerConfig
 from shm.records import StepView
+
+
+class DflashModel(Protocol):
+    """See `HostDflash`."""
+
+    k_cache: Array
+    v_cache: Array
+    vocabulary: Array  # i32[D]
+    mask: int
+
+    def know(self, *arguments: Any) -> None:
+        """Take keys and values from the target's states."""
+
+    def draft(self, *arguments: Any) -> None:
+        """A pass over blocks."""
 
 
 class DflashDrafter:
     """See `drafter.Drafter`."""
 
-    def __init__(self, device: Device, config: ServerConfig, model: HostDflash, target_states: Array) -> None:
+    def __init__(
+        self, device: Device, config: ServerConfig, model: DflashModel, target_states: Array, kernels: TrainedKernels
+    ) -> None:
         """target_states: f32[tokens, taps, hidden], what a pass of the target leaves of each token."""
         self._model = model
+        self._kernels = kernels
         rows, drafts = config.max_running, config.window - 1
 
         def buffer(shape: tuple[int, ...], dtype: type[np.generic], name: str) -> Buffer:
@@ -31,14 +51,13 @@ class DflashDrafter:
 
         self._blocks = buffer((rows * config.window,), np.int32, "blocks")
         self._last_seen = buffer((rows * config.window,), np.int32, "last seen")
+        self._wanted = buffer((rows * drafts,), np.int32, "wanted")
         self._logits = buffer((rows * drafts, len(model.vocabulary)), np.float32, "logits")
         caches = device.adopt(model.k_cache, "dflash.k_cache"), device.adopt(model.v_cache, "dflash.v_cache")
         self._caches: Regions = tuple(part.region() for part in caches)
-        work = (self._blocks, self._last_seen, self._logits)
+        work = (self._blocks, self._last_seen, self._wanted, self._logits)
         self._own: Regions = (*(part.region() for part in work), *self._caches)
         self._target = device.adopt(target_states, "target.states")
-        self._drafted = {window: _places(rows, window) for window in range(2, config.window + 1)}
-        self._nothing = np.zeros(0, np.int32), np.zeros((0, len(model.vocabulary)), np.float32)
 
     @property
     def observes(self) -> Regions:
@@ -48,8 +67,7 @@ class DflashDrafter:
     def draft(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape) -> None:
         """Pass over a block of each row."""
         if shape.decode and shape.window > 1:
-            inputs = (batch.tokens, batch.positions, batch.seqs, batch.pages)
-            reads = (*(part.region() for part in inputs), *self._own)
+            reads = (*batch.model_inputs, *self._own)
             launch("draft", self._draft, rows, shape, reads=reads, writes=(batch.tokens.region(), *self._own))
 
     def prefill(
@@ -64,25 +82,17 @@ class DflashDrafter:
         launch("draft extend", self._know, rows, shape, reads=reads, writes=self._caches)
 
     def _draft(self, rows: Rows, shape: PassShape) -> None:
-        count, window, model = shape.decode, shape.window, self._model
+        count, window, model, kernels = shape.decode, shape.window, self._model, self._kernels
         tokens, drafts = count * window, count * (window - 1)
-        given = rows.tokens[:tokens].reshape(count, window)
-        blocks, last = self._blocks.array[:tokens], self._last_seen.array[:tokens]
-        blocks.reshape(count, window)[:, 0] = given[:, 0]
-        blocks.reshape(count, window)[:, 1:] = model.mask
-        last.reshape(count, window)[:] = rows.positions[window - 1 : tokens : window, None]
+        blocks, last, wanted = self._blocks.array[:tokens], self._last_seen.array[:tokens], self._wanted.array[:drafts]
+        kernels.lay_blocks(rows, shape, model.mask, blocks, last, wanted)
         logits = self._logits.array[:drafts]
-        passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[: shape.rows])
-        model.draft(last, blocks, *passed, self._drafted[window][:drafts], logits)
-        given[:, 1:] = model.vocabulary[logits.argmax(axis=1)].reshape(count, window - 1)
+        passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[:count])
+        extents = Extents(rows.starts[: count + 1], rows.ends[:count], window)
+        model.draft(last, blocks, *passed, wanted, logits, extents)
+        kernels.put_drafts(logits, model.vocabulary, rows.tokens, window, 1, window - 1)
 
     def _know(self, rows: Rows, shape: PassShape) -> None:
-        tokens = shape.tokens
+        tokens, nothing = shape.tokens, (self._wanted.array[:0], self._logits.array[:0])
         passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[: shape.rows])
-        self._model.know(self._target.array[:tokens], rows.tokens[:tokens], *passed, *self._nothing)
-
-
-def _places(rows: int, window: int) -> Array:
-    """i32: the tokens of windows of so many rows that say a draft, which is all but the first of each."""
-    places = np.arange(rows * window, dtype=np.int32).reshape(rows, window)
-    return np.ascontiguousarray(places[:, 1:]).reshape(-1)
+        self._model.know(self._target.array[:tokens], rows.tokens[:tokens], *passed, *nothing)

@@ -7,29 +7,44 @@ position that counts, what it would have without drafts, after steps of any wind
 cache has the target's pages. It drafts what it finds likeliest, whatever the temperature.
 """
 
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 
 from gpu.batch import Batch
 from gpu.device.protocol import Buffer, Device, Regions
 from gpu.drafters.drafter import Launch
-from gpu.kernels.mtp import newest_places, next_tokens
-from gpu.kernels.step_kernels import Array, PassShape, Rows
+from gpu.kernels.draft_kernels import NO_TAIL, Kept, Tail, TrainedKernels
+from gpu.kernels.step_kernels import Array, Extents, PassShape, Rows
 from gpu.lanes import Lane
-from gpu.models.host_drafters import HostMtp
 from shm.config import ServerConfig
 from shm.records import CHUNK_COUNT, CHUNK_LAST, CHUNK_ROW, CHUNK_START, StepView
 
-NO_TAIL = -1  # of a last chunk: the target says what comes
+
+class MtpModel(Protocol):
+    """See `HostMtp`."""
+
+    k_cache: Array
+    v_cache: Array
+    vocabulary: Array  # i32[D]
+    residual: Array  # [tokens, hidden]
+
+    def follow(self, *arguments: Any) -> None:
+        """A pass behind the target's."""
+
+    def draft(self, *arguments: Any) -> None:
+        """A pass behind its own."""
 
 
 class MtpDrafter:
     """See `drafter.Drafter`."""
 
-    def __init__(self, device: Device, config: ServerConfig, model: HostMtp, target_states: Array) -> None:
+    def __init__(
+        self, device: Device, config: ServerConfig, model: MtpModel, target_states: Array, kernels: TrainedKernels
+    ) -> None:
         """target_states: f32[tokens, taps, hidden], what a pass of the target leaves of each token."""
         self._model = model
+        self._kernels = kernels
         rows, hidden = config.max_running, config.model.hidden_size
 
         def buffer(shape: tuple[int, ...], dtype: type[np.generic], name: str) -> Buffer:
@@ -40,13 +55,19 @@ class MtpDrafter:
         self._tails = buffer((rows,), np.int32, "tails")
         self._next = buffer((config.pass_tokens,), np.int32, "next")
         self._places = buffer((rows,), np.int32, "places")
+        self._given = buffer((rows,), np.int32, "given")
+        self._at = buffer((rows,), np.int32, "at")
+        self._ends = buffer((rows,), np.int32, "ends")
+        self._order = buffer((rows + 1,), np.int32, "order")
+        self._best = buffer((rows,), np.int32, "best")
         self._logits = buffer((rows, len(model.vocabulary)), np.float32, "logits")
         self._work = buffer((rows, 1, hidden), np.float32, "work")
         caches = device.adopt(model.k_cache, "mtp.k_cache"), device.adopt(model.v_cache, "mtp.v_cache")
-        own = (self._first, self._state, self._next, self._places, self._logits, self._work, *caches)
+        work = (self._next, self._places, self._given, self._at, self._ends, self._order, self._best)
+        own = (self._first, self._state, *work, self._logits, self._work, *caches)
         self._own: Regions = tuple(part.region() for part in own)
+        self._kept = Kept(self._first.array, self._state.array)
         self._target = device.adopt(target_states, "target.states")
-        self._order = np.arange(rows, dtype=np.int32)
 
     @property
     def observes(self) -> Regions:
@@ -66,19 +87,19 @@ class MtpDrafter:
         """Note what comes behind each chunk: the prompt's next token, where it has one."""
         chunks = step.chunks[:, : step.n_chunks]
         ends = np.where(chunks[CHUNK_LAST] != 0, NO_TAIL, chunks[CHUNK_START] + chunks[CHUNK_COUNT])
-        wanted = list(zip(chunks[CHUNK_ROW].tolist(), ends.tolist(), strict=True))
+        wanted = [Tail(row, end) for row, end in zip(chunks[CHUNK_ROW].tolist(), ends.tolist(), strict=True)]
         launch(
             "note tails",
-            self._note_tails,
-            *(plane.array, wanted),
-            reads=[plane.rows(row, row + 1) for row, _ in wanted],
+            self._kernels.note_tails,
+            *(plane.array, wanted, self._tails.array),
+            reads=[plane.rows(tail.row, tail.row + 1) for tail in wanted],
             writes=(self._tails.region(),),
         )
 
     def learn(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape, lane: Lane) -> None:
         """Pass over all places with what the target made of them, and keep what the next step begins with."""
-        inputs = (batch.tokens, batch.positions, batch.seqs, batch.pages, batch.starts, batch.entries, batch.logit_rows)
-        reads = (*(part.region() for part in (*inputs, batch.targets, self._tails)), *lane.gained_region)
+        inputs = (*batch.model_inputs, batch.entries.region(), batch.targets.region(), self._tails.region())
+        reads = (*inputs, *lane.gained_region)
         launch(
             "draft extend",
             self._extend,
@@ -88,33 +109,30 @@ class MtpDrafter:
         )
 
     def _draft(self, rows: Rows, shape: PassShape) -> None:
-        count, window, model = shape.decode, shape.window, self._model
-        entries, order, pages = rows.entries[:count], self._order[:count], rows.pages[:count]
-        logits, state = self._logits.array[:count], self._work.array[:count]
-        drafts = rows.tokens[: count * window].reshape(count, window)
-        begins = rows.positions[: count * window : window]
-        drafts[:, 1] = self._first.array[entries]
-        np.take(self._state.array, entries, axis=0, out=state[:, 0])
+        count, window, model, kernels = shape.decode, shape.window, self._model, self._kernels
+        given, at, ends = (part.array[:count] for part in (self._given, self._at, self._ends))
+        order, pages = self._order.array[: count + 1], rows.pages[:count]
+        logits, states = self._logits.array[:count], self._work.array[:count]
+        kernels.count(order)
+        kernels.recall(self._kept, rows, shape, states)
         for w in range(2, window):
-            given = np.ascontiguousarray(drafts[:, w - 1])
-            model.draft(state, given, begins + np.int32(w - 2), order, pages, order, logits)
-            drafts[:, w] = model.vocabulary[logits.argmax(axis=1)]
-            np.copyto(state[:, 0], model.residual[:count])
-
-    def _note_tails(self, plane: Array, wanted: list[tuple[int, int]]) -> None:
-        tails = self._tails.array
-        for chunk, (row, end) in enumerate(wanted):
-            tails[chunk] = NO_TAIL if end == NO_TAIL else plane[row, end]
+            if w > 2:
+                kernels.copy_states(model.residual[:count], states)
+            kernels.take(rows.tokens, window, w - 1, given)
+            kernels.take(rows.positions, window, w - 2, at)
+            kernels.add(at, 1, ends)
+            extents = Extents(order, ends, 1)
+            model.draft(states, given, at, order[:count], pages, order[:count], logits, extents)
+            kernels.put_drafts(logits, model.vocabulary, rows.tokens, window, w)
 
     def _extend(self, rows: Rows, targets: Array, counts: Array, shape: PassShape) -> None:
-        tokens, gainers, model = shape.tokens, shape.gainers, self._model
+        tokens, gainers, model, kernels = shape.tokens, shape.gainers, self._model, self._kernels
         behind, places = self._next.array[:tokens], self._places.array[:gainers]
-        tails = self._tails.array
-        next_tokens(rows.tokens, rows.starts, targets, tails, shape.decode, shape.chunks, shape.window, behind)
-        newest_places(counts, rows.logit_rows, shape.decode, shape.lasts, shape.window, places)
-        logits, states = self._logits.array[:gainers], self._target.array[:tokens]
+        logits, best = self._logits.array[:gainers], self._best.array[:gainers]
+        kernels.next_tokens(rows, targets, self._tails.array, shape, behind)
+        kernels.newest_places(counts, rows, shape, places)
         passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[: shape.rows])
-        model.follow(states, behind, *passed, places, logits)
-        entries: Any = rows.entries[:gainers]
-        self._first.array[entries] = model.vocabulary[logits.argmax(axis=1)]
-        self._state.array[entries] = model.residual[places]
+        extents = Extents(rows.starts[: shape.rows + 1], rows.ends[: shape.rows], shape.longest)
+        model.follow(self._target.array[:tokens], behind, *passed, places, logits, extents)
+        kernels.put_drafts(logits, model.vocabulary, best, 1, 0)
+        kernels.keep(self._kept, rows.entries[:gainers], best, model.residual, places)

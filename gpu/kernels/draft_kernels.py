@@ -8,9 +8,11 @@ from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 from gpu.device.protocol import DeviceError
+from gpu.kernels.columns import Columns
 from gpu.kernels.step_kernels import BAD_SOURCE, FAULT_BITS, Array, Gained, PassShape, Rows, explain
 
 MATCH_MAX = 8  # tokens at the end of a text that are looked for; a longer match says no more of what comes next
+NO_TAIL = -1  # behind the last chunk of a prompt: the target says what comes
 SHARED_LEAST = 3  # tokens that must match in another row's text: shorter ones are better taken from one's own
 
 
@@ -49,3 +51,66 @@ class NgramKernels(Protocol):
 
     def note_gains(self, history: Array, known: Array, rows: Rows, gained: Gained, shape: PassShape) -> None:
         """Append what every gaining row has gained. rows.lengths counts it already."""
+
+
+class Tail(NamedTuple):
+    """What comes behind a chunk: the token at place `end` of a ledger row, or none (NO_TAIL)."""
+
+    row: int
+    end: int
+
+
+def check_tail(tail: Tail, plane: tuple[int, ...]) -> None:
+    """Raise DeviceError for a token that has no place in a plane of this shape."""
+    if not (0 <= tail.row < plane[0] and 0 <= tail.end < plane[1]):
+        raise DeviceError(f"what follows a chunk would lie at place {tail.end} of ledger row {tail.row}")
+
+
+class Kept(NamedTuple):
+    """What mtp keeps of every entry for its next step. Entry 0 is padding: what it holds may be anything."""
+
+    first: Array  # i32[entries] the first draft
+    states: Array  # f32[entries, hidden] the state that the second one begins with
+
+
+class TrainedKernels(Columns, Protocol):
+    """What trained drafters take out of a pass and put into it. Windows lie side by side, see `Columns`."""
+
+    def put_drafts(
+        self, logits: Array, vocabulary: Array, target: Array, window: int, place: int, each: int = 1
+    ) -> None:
+        """The likeliest tokens of logits f32[R * each, D], as vocabulary i32[D] has them: positions `place` to
+        place + each - 1 of each window of target i32[>= R * window]. The first of equal ones.
+        """
+
+    def recall(self, kept: Kept, rows: Rows, shape: PassShape, states: Array) -> None:
+        """For each decode row its first draft, into rows.tokens, and states f32[decode, 1, hidden]."""
+
+    def keep(self, kept: Kept, entries: Array, best: Array, residual: Array, places: Array) -> None:
+        """Keep best i32[gainers] and residual [tokens, hidden] at places i32[gainers] for entries i32[gainers]."""
+
+    def copy_states(self, residual: Array, states: Array) -> None:
+        """states f32[R, 1, hidden] = residual [R, hidden]."""
+
+    def note_tails(self, plane: Array, wanted: Sequence[Tail], tails: Array) -> None:
+        """tails i32[>= chunks] = what comes behind each chunk in plane i32[rows, max_len], or NO_TAIL.
+
+        Raises DeviceError for one that is no part of the plane.
+        """
+
+    def next_tokens(self, rows: Rows, targets: Array, tails: Array, shape: PassShape, out: Array) -> None:
+        """out i32[T]: the token behind each token of a pass: for windows what the target said, for chunks what comes
+        next, where behind the last chunk of a prompt that is what the target said.
+
+        targets i32[samples], see `StepKernels.accept`; one below 0 is no token, and its place says nothing that counts.
+        """
+
+    def newest_places(self, counts: Array, rows: Rows, shape: PassShape, out: Array) -> None:
+        """out i32[gainers]: the token of the pass behind which each gaining row's newest one stands."""
+
+    def lay_blocks(
+        self, rows: Rows, shape: PassShape, mask: int, blocks: Array, last_seen: Array, wanted: Array
+    ) -> None:
+        """blocks i32[decode * window]: the newest token of each decode row, and `mask` behind it. last_seen, as long:
+        the position of the last one. wanted i32[decode * (window - 1)]: the places of the masks.
+        """

@@ -29,8 +29,9 @@ def _normed(x: Array, weight: Array, eps: float, dtype: Any) -> Array:
 
 
 def rmsnorm(x: Array, weight: Array, eps: float, out: Array) -> None:
-    """out [T, width] = x / sqrt(mean(x^2) + eps) * weight [width]."""
-    out.copy_(_normed(x, weight, eps, out.dtype))
+    """out [T, width] = x / sqrt(mean(x^2) + eps) * weight [width], or weight [parts, width][t % parts]."""
+    weights = weight.reshape(-1, weight.shape[-1])
+    out.copy_(_normed(x, weights.repeat(-(-len(x) // len(weights)), 1)[: len(x)], eps, out.dtype))
 
 
 def add_rmsnorm(x: Array, residual: Array, weight: Array, eps: float, out: Array) -> None:

@@ -18,6 +18,7 @@ from gpu.kernels.triton_spec import KernelSpec
 Array = Any  # torch.Tensor
 SILU_BLOCK = 1024
 ROPE_HEADS = 8  # heads that one program rotates
+SPEC_TAPS = 3  # layers of the target that the trained drafters that specs are for are told of
 
 
 @triton.jit(do_not_specialize=["vocab"])
@@ -35,9 +36,9 @@ def embed_kernel(tokens, table, out, vocab, WIDTH: tl.constexpr, BLOCK: tl.const
 
 @triton.jit
 def rmsnorm_kernel(  # type: ignore[no-untyped-def]
-    x, residual, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr
+    x, residual, weight, out, eps, WIDTH: tl.constexpr, BLOCK: tl.constexpr, ADD: tl.constexpr, PARTS: tl.constexpr
 ):
-    """out[t] = norm(h[t]) * weight, one program a token. h = x, or with ADD residual += x."""
+    """out[t] = norm(h[t]) * weight[t % PARTS], one program a token. h = x, or with ADD residual += x."""
     t = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK)
     inside = column < WIDTH
@@ -49,7 +50,7 @@ def rmsnorm_kernel(  # type: ignore[no-untyped-def]
         h = total.to(tl.float32)
     inverse = tl.rsqrt(tl.sum(h * h, axis=0) / WIDTH + eps)
     scaled = (h * inverse).to(out.dtype.element_ty).to(tl.float32)
-    w = tl.load(weight + column, mask=inside, other=0.0).to(tl.float32)
+    w = tl.load(weight + t % PARTS * WIDTH + column, mask=inside, other=0.0).to(tl.float32)
     tl.store(out + t * WIDTH + column, (scaled * w).to(out.dtype.element_ty), mask=inside)
 
 
@@ -141,7 +142,10 @@ def embed(tokens: Array, table: Array, out: Array) -> None:
 
 
 def rmsnorm(x: Array, weight: Array, eps: float, out: Array) -> None:
-    """out [T, width] = x / sqrt(mean(x^2) + eps) * weight [width]. `out` may be `x`."""
+    """out [T, width] = x / sqrt(mean(x^2) + eps) * weight [width]. `out` may be `x`.
+
+    weight [parts, width]: row t has weight t % parts, as states from several layers have side by side.
+    """
     _norm(x, x, weight, eps, out, add=False)
 
 
@@ -153,9 +157,10 @@ def add_rmsnorm(x: Array, residual: Array, weight: Array, eps: float, out: Array
 def _norm(x: Array, residual: Array, weight: Array, eps: float, out: Array, *, add: bool) -> None:
     width = x.shape[1]
     block, warps = _block(width)
+    parts = weight.shape[0] if weight.ndim > 1 else 1
     if x.shape[0]:
         rmsnorm_kernel[(x.shape[0],)](
-            *(x, residual, weight, out, eps), WIDTH=width, BLOCK=block, ADD=add, num_warps=warps
+            *(x, residual, weight, out, eps), WIDTH=width, BLOCK=block, ADD=add, PARTS=parts, num_warps=warps
         )
 
 
@@ -183,9 +188,9 @@ def rope_write(
 ) -> None:
     """Queries to q_out [T, HQ, D], keys and values to the slots of their tokens in the layer's cache.
 
-    qkv [T, (HQ + 2 HKV) * D]: queries, keys, values. Token t stands at positions[t] of row seqs[t] of page_rows
-    i32[R, pages_per_row]. cosines, sines f32[positions, D/2]. With q_norm and k_norm [D] (both or none) every head of
-    queries and keys is normed first. k_layer, v_layer [pages, page_size, HKV, D].
+    qkv [T, (HQ + 2 HKV) * D]: queries, keys, values; HQ may be 0. Token t stands at positions[t] of row seqs[t]
+    of page_rows i32[R, pages_per_row]. cosines, sines f32[positions, D/2]. With q_norm and k_norm [D] (both or none)
+    every head of queries and keys is normed first. k_layer, v_layer [pages, page_size, HKV, D].
     """
     count, heads, dim = q_out.shape
     _, page, kv_heads, _ = k_layer.shape
@@ -211,22 +216,33 @@ def _specs(dtype: str, *, hidden: int, ffn: int, heads: int, kv_heads: int, dim:
     block, warps = _block(hidden)
     table = {"tokens": ints, "table": data, "out": data, "vocab": "i32"}
     normed = {"x": data, "residual": data, "weight": data, "out": data, "eps": "fp32"}
+    states = normed | {"x": reals, "residual": reals}  # what trained drafters are told of: their own, or the target's
+    told = (1, SPEC_TAPS) if dtype != "fp32" else (SPEC_TAPS,)
     rope = {
         **dict.fromkeys(("positions", "seqs", "page_rows"), ints),
         **dict.fromkeys(("cosines", "sines"), reals),
-        **dict.fromkeys(("q_norm", "k_norm"), data if norm else reals),
         **dict.fromkeys(("qkv", "q_out", "k_layer", "v_layer"), data),
         "eps": "fp32",
         "page_stride": "i32",
     }
-    shape = {"Q_HEADS": heads, "KV_HEADS": kv_heads, "HALF": dim // 2, "PAGE": 16, "NORM": norm, "BLOCK": ROPE_HEADS}
+    shape = {"KV_HEADS": kv_heads, "HALF": dim // 2, "PAGE": 16, "BLOCK": ROPE_HEADS}
+    heads_of = dict.fromkeys(((heads, norm), (heads, False), (0, False)))  # the model's, and trained drafters'
     wide = {"WIDTH": hidden, "BLOCK": block}
     return [
         _spec(embed_kernel, table, wide, warps),
-        _spec(rmsnorm_kernel, normed, {**wide, "ADD": False}, warps),
-        _spec(rmsnorm_kernel, normed, {**wide, "ADD": True}, warps),
+        _spec(rmsnorm_kernel, normed, {**wide, "ADD": False, "PARTS": 1}, warps),
+        _spec(rmsnorm_kernel, normed, {**wide, "ADD": True, "PARTS": 1}, warps),
+        *(_spec(rmsnorm_kernel, states, {**wide, "ADD": False, "PARTS": parts}, warps) for parts in told),
         _spec(silu_mul_kernel, {"gate_up": data, "out": data}, {"WIDTH": ffn, "BLOCK": SILU_BLOCK}, 4),
-        _spec(rope_kernel, rope, shape, ROPE_HEADS * dim // 256),
+        *(
+            _spec(
+                rope_kernel,
+                rope | dict.fromkeys(("q_norm", "k_norm"), data if normed_heads else reals),
+                {**shape, "Q_HEADS": queries, "NORM": normed_heads},
+                ROPE_HEADS * dim // 256,
+            )
+            for queries, normed_heads in heads_of
+        ),
     ]
 
 

@@ -6,10 +6,10 @@ never waits for the device and never looks at a value there: indices are those t
 runs on CPU tensors as well where Triton interprets its kernels.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -97,9 +97,9 @@ class Loader:
         self._dtype = dtype
         self._device = device
 
-    def vector(self, name: str, size: int) -> Tensor:
-        """The weights of a norm: [size]."""
-        return self._stacked([name], [(size,)])
+    def vector(self, name: str, *shape: int) -> Tensor:
+        """The weights of a norm: [size], or of several."""
+        return self._stacked([name], [shape])
 
     def matrix(self, names: list[str], outputs: list[int], inputs: int) -> Tensor:
         """Matrices of the same inputs side by side: [inputs, sum of outputs], as a view of what is stored the other
@@ -145,8 +145,9 @@ class CudaLlama:
         device: str = "cuda",
         attention: Attention | None = None,
         progress: Progress | None = None,
+        taps: Sequence[int] = (),
     ) -> None:
-        """attention: None for the project's own.
+        """attention: None for the project's own. taps: the layers, from 0, whose states drafters read in `tapped`.
 
         Raises ValueError for a dtype or a shape that the kernels do not support, MemoryError if the device is too
         small.
@@ -157,6 +158,7 @@ class CudaLlama:
         self.pages_per_row = pages_per_row
         self.max_tokens = max_tokens
         self.max_seqs = max_seqs
+        self.taps = tuple(taps)
         self._device = torch.device(device)
         kind = DTYPES[dtype]
         if kind is torch.float32:
@@ -167,6 +169,9 @@ class CudaLlama:
             self.v_cache = torch.zeros(pool, dtype=kind, device=self._device)
             self.attention = attention or self._own_attention()
             self._work = Workspace.of(info, max_tokens, kind, self._device)
+            # f32[tokens, taps, hidden]: behind a pass, the states of its tokens behind each of the tapped layers.
+            states = (max_tokens if self.taps else 0, len(self.taps), info.hidden_size)
+            self.tapped = torch.zeros(states, dtype=torch.float32, device=self._device)
             self._selected = torch.zeros((max_seqs, info.hidden_size), dtype=kind, device=self._device)
             tables = rope_tables(info.head_dim, pages_per_row * page_size, info.rope_theta, info.rope_scaling)
             self._cosines, self._sines = (torch.from_numpy(table).to(self._device) for table in tables)
@@ -188,10 +193,10 @@ class CudaLlama:
             self._layers.append(self._load_layer(loader, number))
         self._final_norm = loader.vector(FINAL_NORM, info.hidden_size)
         head = loader.matrix([EMBEDDING], [info.vocab_size], info.hidden_size)
-        self._embedding = head.t()
-        self._head = head
+        self.embedding = head.t()  # [vocab, hidden]
+        self.head = head  # [hidden, vocab]
         if not info.tie_word_embeddings:
-            self._head = loader.matrix([HEAD], [info.vocab_size], info.hidden_size)
+            self.head = loader.matrix([HEAD], [info.vocab_size], info.hidden_size)
 
     def _load_layer(self, loader: Loader, number: int) -> Layer:
         info = self.info
@@ -223,19 +228,23 @@ class CudaLlama:
 
         Libraries choose the kernel of a product by its size, and load it when it first comes. Waits for the device.
         """
-        info, most = self.info, min(self.max_tokens, self.pages_per_row * self.k_cache.shape[2])
+        most = min(self.max_tokens, self.pages_per_row * self.k_cache.shape[2])
         self.attention.plan(None, 1)
         ints = partial(torch.zeros, dtype=torch.int32, device=self._device)
-        page_rows, logits = ints((1, self.pages_per_row)), torch.zeros((1, info.vocab_size), device=self._device)
+        page_rows, logits = ints((1, self.pages_per_row)), torch.zeros((1, self.head.shape[1]), device=self._device)
         positions = torch.arange(most, dtype=torch.int32, device=self._device)
         extents = Extents(ints(2), ints(1) + 1, most)  # a row without tokens, in the padding page
         for count in sorted({min(1 << power, most) for power in range(most.bit_length() + 1)}):
             some = extents._replace(longest=count)
-            self.forward(ints(count), positions[:count], ints(count), page_rows, ints(1), logits, some)
+            self._pass_padding(ints(count), positions[:count], ints(count), page_rows, ints(1), logits, some)
         caches = (self.k_cache[0], self.v_cache[0])
         self.attention.warm(self._work.queries, *caches, page_rows, ints(most), positions, extents, self._work.attended)
         if self._device.type == "cuda":
             torch.cuda.synchronize()
+
+    def _pass_padding(self, *given: Any) -> None:
+        """Every kind of pass there is, with what `forward` is given."""
+        self.forward(*given)
 
     def forward(
         self,
@@ -253,28 +262,51 @@ class CudaLlama:
         pass) i32[S]; logits f32[S, vocab]. Token t attends keys 0..positions[t] of its own row, those of this pass
         included. May be captured. Raises ValueError for a pass that exceeds the buffers.
         """
-        count, wanted = len(tokens), len(logit_rows)
+        work = self._room(len(tokens), len(logit_rows))
+        triton_rows.embed(tokens, self.embedding, work.residual)
+        triton_rows.rmsnorm(work.residual, self._layers[0].input_norm, self.info.rms_eps, work.normed)
+        self._run(work, positions, seqs, page_rows, logit_rows, logits, extents)
+
+    def _room(self, count: int, wanted: int) -> Workspace:
+        """Where a pass works. Raises ValueError for one that exceeds the buffers."""
         if not (1 <= count <= self.max_tokens and wanted <= self.max_seqs):
             raise ValueError(f"a pass of {count} tokens and {wanted} logit rows exceeds the buffers")
-        work, eps = self._work.first(count), self.info.rms_eps
+        return self._work.first(count)
+
+    def _run(
+        self,
+        work: Workspace,
+        positions: Tensor,
+        seqs: Tensor,
+        page_rows: Tensor,
+        logit_rows: Tensor,
+        logits: Tensor,
+        extents: Extents,
+        last_seen: Tensor | None = None,
+    ) -> None:
+        """The layers, from what `residual` and `normed` hold, and the logits. last_seen i32[T]: the last key that each
+        token attends, where that is not its own. See `forward` for the other arguments.
+        """
+        count, wanted, eps = len(positions), len(logit_rows), self.info.rms_eps
+        last = positions if last_seen is None else last_seen
         self.attention.begin(page_rows, extents)
-        triton_rows.embed(tokens, self._embedding, work.residual)
-        triton_rows.rmsnorm(work.residual, self._layers[0].input_norm, eps, work.normed)
         norms_behind = [*(layer.input_norm for layer in self._layers[1:]), self._final_norm]
-        for layer, norm_behind in zip(self._layers, norms_behind, strict=True):
+        for number, (layer, norm_behind) in enumerate(zip(self._layers, norms_behind, strict=True)):
             torch.mm(work.normed, layer.qkv, out=work.qkv)
             triton_rows.rope_write(
                 *(work.qkv, positions, seqs, page_rows, self._cosines, self._sines),
                 *(layer.q_norm, layer.k_norm, eps, work.queries, layer.k_cache, layer.v_cache),
             )
             caches = (layer.k_cache, layer.v_cache)
-            self.attention.run(work.queries, *caches, page_rows, seqs, positions, extents, work.attended)
+            self.attention.run(work.queries, *caches, page_rows, seqs, last, extents, work.attended)
             torch.mm(work.attended.flatten(1), layer.attended, out=work.added)
             triton_rows.add_rmsnorm(work.added, work.residual, layer.post_norm, eps, work.normed)
             torch.mm(work.normed, layer.gate_up, out=work.gate_up)
             triton_rows.silu_mul(work.gate_up, work.gated)
             torch.mm(work.gated, layer.down, out=work.added)
             triton_rows.add_rmsnorm(work.added, work.residual, norm_behind, eps, work.normed)
+            if number in self.taps:
+                self.tapped[:count, self.taps.index(number)].copy_(work.residual)
         if wanted:
             selected = self._selected[:wanted]
             triton_rows.embed(logit_rows, work.normed, selected)  # a lookup as well, and one that masks its indices
@@ -283,8 +315,8 @@ class CudaLlama:
     def _project(self, selected: Tensor, logits: Tensor) -> None:
         """logits f32[S, vocab] = selected [S, hidden] * head. In bfloat16 the two best could be equal."""
         if selected.dtype == torch.float32:
-            torch.mm(selected, self._head, out=logits)
+            torch.mm(selected, self.head, out=logits)
         elif self._device.type != "cpu":
-            torch.mm(selected, self._head, out_dtype=torch.float32, out=logits)
+            torch.mm(selected, self.head, out_dtype=torch.float32, out=logits)
         else:  # where torch has no such product
-            torch.mm(selected.float(), self._head.float(), out=logits)
+            torch.mm(selected.float(), self.head.float(), out=logits)

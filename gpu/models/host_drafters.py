@@ -146,11 +146,12 @@ class HostDflash(_HostDrafter):
         page_rows: Int32,
         logit_rows: Int32,
         logits: Float32,
+        extents: Any = None,
     ) -> None:
         """A pass over blocks: int32 [T], the last position of each token's block; then what `HostLlama.forward` is
         given, logits float32 [S, D].
         """
-        self.forward(tokens, positions, seqs, page_rows, logit_rows, logits, last_seen=last_seen)
+        self.forward(tokens, positions, seqs, page_rows, logit_rows, logits, extents, last_seen)
 
 
 class _Given:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -16,13 +17,17 @@ import triton
 
 from gpu.kernels import triton_pages, triton_sampling, triton_window
 from gpu.kernels.cuda_sampling_work import scratch_words
-from gpu.kernels.draft_kernels import Text
+from gpu.kernels.draft_kernels import Kept, Tail, Text
 from gpu.kernels.step_kernels import Extents, Gained, PassShape, Rows, Tables
 from gpu.kernels.triton_compile import TARGETS, compile_spec
 from gpu.kernels.triton_gather import SPEC_WINDOWS, spec_layouts
 from gpu.kernels.triton_ngram import TritonNgramKernels
+from gpu.kernels.triton_rows import SPEC_TAPS
 from gpu.kernels.triton_spec import collect_specs, kernel_modules, kernels_of
 from gpu.kernels.triton_step import TritonStepKernels
+from gpu.kernels.triton_trained import SPEC_HIDDEN, SPEC_VOCABULARY, TritonTrainedKernels
+from gpu.models import cuda_drafters
+from gpu.models.cuda_drafters import CudaDflash, CudaMtp
 from gpu.models.cuda_llama import CudaLlama
 from shm.config import ModelInfo
 from shm.records import STEP_MIXED
@@ -84,6 +89,10 @@ class Size:
             "down_proj": (self.hidden, self.ffn),
             "q_norm": (self.dim,),
             "k_norm": (self.dim,),
+            "token_in": (self.hidden, self.hidden),
+            "state_in": (self.hidden, self.hidden),
+            "matrix": (self.hidden, SPEC_TAPS * self.hidden),
+            "norms": (SPEC_TAPS, self.hidden),
         }
         part = name.removesuffix(".weight").rpartition(".")[2]
         return np.zeros(shapes.get(part, (self.hidden,)), np.float32)
@@ -108,6 +117,24 @@ def run_model(size: Size) -> None:
         extents = Extents(starts, ints(rows), max(counts))
         logits = torch.zeros(rows, 64)
         model.forward(*(ints(tokens) for _ in range(3)), ints(rows, PER_ROW), ints(rows), logits, extents)
+
+
+def run_drafters(size: Size) -> None:
+    """Every pass of trained drafters, whose files hold zeros too."""
+    taps = tuple(range(SPEC_TAPS))
+    target = CudaLlama(size.info(), size, size.dtype, PAGE, 4, PER_ROW, 16, 8, device="cpu", taps=taps)
+    file: Any = SimpleNamespace(
+        check=lambda info: None, taps=taps, layers=1, mask=3, vocabulary=np.arange(20, dtype=np.int32)
+    )
+    with patch.object(cuda_drafters, "DrafterWeights", lambda file: size):
+        mtp, dflash = CudaMtp(target, file), CudaDflash(target, file)
+    states = torch.zeros(8, SPEC_TAPS, size.hidden)
+    passed = (ints(8), ints(8), ints(8), ints(2, PER_ROW))
+    rest = ints(2), torch.zeros(2, 20), Extents(ints(3), ints(2), 4)
+    mtp.follow(states, *passed, *rest)
+    mtp.draft(states[:, :1].contiguous(), *passed, *rest)
+    dflash.know(states, *passed, *rest)
+    dflash.draft(ints(8), *passed, *rest)
 
 
 def run_sampler(size: Size) -> None:
@@ -194,6 +221,26 @@ def run_ngram() -> None:
         kernels.note_gains(history, known, rows, gained, shape)
 
 
+def run_trained() -> None:
+    """What trained drafters of either kind do in a step, with chunks and without."""
+    most, kernels = SPEC_WINDOWS[-1], TritonTrainedKernels()
+    rows, tails, tokens = empty_rows(most), ints(RUNNING), RUNNING * most + CHUNK
+    kept = Kept(ints(ENTRIES), torch.zeros(ENTRIES, SPEC_HIDDEN))
+    kernels.note_tails(ints(8, 128), [Tail(1, 9)], tails)
+    chunks = PassShape(2, 3, 2 * most + 9, 1, 5, most)
+    for shape in (PassShape.of_decode(1, most), PassShape.of_decode(RUNNING, most), chunks, PassShape.of_decode(1)):
+        kernels.next_tokens(rows, ints(RUNNING * most), tails, shape, ints(tokens))
+        kernels.newest_places(ints(RUNNING), rows, shape, ints(RUNNING))
+        for dtype in (torch.bfloat16, torch.float32):
+            residual, entries = torch.zeros(tokens, SPEC_HIDDEN, dtype=dtype), rows.entries[: shape.gainers]
+            kernels.keep(kept, entries, ints(RUNNING), residual, ints(RUNNING))
+        if shape.window > 1:
+            kernels.recall(kept, rows, shape, torch.zeros(shape.decode, 1, SPEC_HIDDEN))
+            kernels.lay_blocks(rows, shape, 7, *(ints(shape.decode * most) for _ in range(3)))
+        logits = torch.zeros(shape.decode, SPEC_VOCABULARY)
+        kernels.put_drafts(logits, ints(SPEC_VOCABULARY), rows.tokens, most, 1)
+
+
 def run_pages() -> None:
     for rows in (1, RUNNING):
         triton_pages.join_pages(ints(rows, PER_ROW), ints(rows + 1), ints(rows * PER_ROW))
@@ -206,6 +253,8 @@ CALLS: dict[str, Callable[[], Any]] = {
     **{f"step-{most}": lambda most=most: run_step(False, most) for most in SPEC_WINDOWS},
     "step-poisoned": lambda: run_step(True, 1),
     "ngram": run_ngram,
+    "trained": run_trained,
+    **{f"drafters-{name}": lambda size=size: run_drafters(size) for name, size in SIZES.items()},
     "pages": run_pages,
 }
 

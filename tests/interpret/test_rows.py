@@ -117,6 +117,21 @@ def test_rmsnorm(dtype: Any, width: int) -> None:
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
+def test_states_side_by_side_have_norms_of_their_own(dtype: Any) -> None:
+    """States are float32 whatever the activations are."""
+    width, parts = 80, 3
+    x, weight = 3 * normal(2 * parts, width, seed=1), normal(parts, width, seed=2, dtype=dtype)
+    expected, out = (torch.zeros(2 * parts, width, dtype=dtype) for _ in range(2))
+    plain.rmsnorm(x, weight, EPS, expected)
+    triton_rows.rmsnorm(x, weight, EPS, out)
+    same(out, expected, dtype, 2)
+    for part in range(parts):
+        alone = torch.zeros(2, width, dtype=dtype)
+        triton_rows.rmsnorm(x[part::parts].contiguous(), weight[part], EPS, alone)
+        assert torch.equal(out[part::parts], alone)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
 def test_add_rmsnorm(dtype: Any) -> None:
     width = 80
     x, weight, before = (normal(*s, seed=i, dtype=dtype) for i, s in enumerate(((3, width), (width,), (3, width))))

@@ -55,7 +55,7 @@ class Served:
         parts = make_parts(config, open_weights(config.model), None, "cpu")
         for tensor in tensors_of([*vars(parts.model).values(), *parts.sampler.keywords.values()]):  # type: ignore[attr-defined]
             device._guard_inside.watch(tensor)
-        drafter = make_drafter(config, device, "cpu", None)
+        drafter = make_drafter(config, device, "cpu", None, parts.model)
         for part in (getattr(drafter, "_kernels", None), getattr(drafter, "_model", None)):
             for tensor in tensors_of(list(vars(part).values()) if part is not None else []):
                 device._guard_inside.watch(tensor)

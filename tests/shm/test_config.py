@@ -121,6 +121,15 @@ def test_each_device_computes_in_its_own_dtypes(device: str, dtype: str, told: s
     assert (caught.value.option, caught.value.message) == ("dtype", told)
 
 
+@pytest.mark.parametrize(("device", "dtype"), [("host", "int8"), ("cuda", "bfloat16")])
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_a_trained_drafter_runs_on_every_device_and_has_a_file(device: str, dtype: str, kind: str) -> None:
+    options = {"device": device, "dtype": dtype, "speculate": kind, "window": 2}
+    assert config(**options, drafter_file="a file").speculate == kind
+    with pytest.raises(ConfigError, match="drafter_file: is for a trained drafter"):
+        config(**options)
+
+
 def test_every_field_has_a_bad_value_above() -> None:
     assert {name for name, _ in BAD_MODEL} == {f.name for f in dataclasses.fields(ModelInfo)}
     assert {name for name, _ in BAD_SERVER} == {f.name for f in dataclasses.fields(ServerConfig)}

@@ -18,6 +18,7 @@ from gpu.drafters.dflash import DflashDrafter
 from gpu.drafters.mtp import MtpDrafter
 from gpu.kernels.host_step import HostStepKernels
 from gpu.kernels.sampling import sample
+from gpu.kernels.trained import HostTrainedKernels
 from gpu.models.host_drafters import HostDflash, HostMtp
 from gpu.models.llama import HostLlama
 from gpu.models.weights import open_weights
@@ -106,9 +107,11 @@ class Served(ServedMill):
         )  # fmt: skip
         head = weights.tensor("lm_head.weight")
         if file is not None and file.kind == "dflash":
-            self.drafter = DflashDrafter(device, config, HostDflash(target, head, file), target.tapped)
+            dflash = HostDflash(target, head, file)
+            self.drafter = DflashDrafter(device, config, dflash, target.tapped, HostTrainedKernels())
         elif file is not None:
-            self.drafter = MtpDrafter(device, config, HostMtp(target, head, file), target.tapped)
+            mtp = HostMtp(target, head, file)
+            self.drafter = MtpDrafter(device, config, mtp, target.tapped, HostTrainedKernels())
         kernels, sampler = HostStepKernels.of(config), partial(sample, team=target.team)
         return StepProgram(device, config, target, kernels, sampler, self.ledger.tokens, drafter=self.drafter)
 

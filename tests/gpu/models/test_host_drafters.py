@@ -1,6 +1,5 @@
 """The passes of trained drafters on the host against the same in torch, as they were trained."""
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -13,16 +12,12 @@ from gpu.models.host_drafters import HostDflash, HostMtp
 from gpu.models.llama import HostLlama
 from gpu.models.weights import open_weights
 from procs.model_info import read_model_info
-from shm.config import ModelInfo
 from shm.drafter_file import DrafterFile
 from shm.tensor_map import ModelError
+from tests.gpu.models.small_drafters import Trained, answers_of, trained
 from tests.model_factory import TinyLlama
-from tools.drafter_dflash import Dflash
-from tools.drafter_model import Answers
-from tools.drafter_mtp import Mtp
-from tools.drafter_report import as_rounded, write_drafter
 
-PAGE, PER_ROW, LENGTH, DRAFTS, MASK = 16, 2, 20, 3, 7
+PAGE, PER_ROW, LENGTH, DRAFTS = 16, 2, 20, 3
 TAPS = (0, 1)
 
 
@@ -33,41 +28,14 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return made
 
 
-@dataclass
-class Trained:
-    """A drafter that is not its beginning any more, as its file has it."""
-
-    model: Any
-    file: Path
-    info: ModelInfo
-
-
-def trained(folder: Path, kind: str) -> Trained:
-    info = read_model_info(folder)
-    torch.manual_seed(5)
-    vocabulary = torch.arange(3, info.vocab_size, 2)
-    weights = open_weights(info)
-    model: Any = Mtp(info, weights, vocabulary, len(TAPS), 2.0)
-    if kind == "dflash":
-        model = Dflash(info, weights, vocabulary, len(TAPS), 2.0, layers=2, mask=MASK)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.add_(0.05 * torch.randn_like(parameter))
-    file = folder / kind / "drafter.safetensors"
-    file.parent.mkdir(exist_ok=True)
-    write_drafter(model, vocabulary, TAPS, MASK if kind == "dflash" else None, file)
-    as_rounded(model)
-    return Trained(model, file, info)
-
-
 @pytest.fixture(scope="module")
 def mtp(folder: Path) -> Trained:
-    return trained(folder, "mtp")
+    return trained(folder, "mtp", TAPS)
 
 
 @pytest.fixture(scope="module")
 def dflash(folder: Path) -> Trained:
-    return trained(folder, "dflash")
+    return trained(folder, "dflash", TAPS)
 
 
 def target_of(folder: Path, dtype: str = "float32", taps: tuple[int, ...] = TAPS) -> HostLlama:
@@ -83,16 +51,6 @@ def opened(kind: Any, folder: Path, file: Path, dtype: str = "float32") -> Any:
     return kind(target, open_weights(target.info).tensor("lm_head.weight"), DrafterFile(file))
 
 
-def answers_of(hidden: int, begin: int) -> Answers:
-    """One text, of which windows may begin from place `begin` on."""
-    torch.manual_seed(2)
-    states = torch.randn(1, LENGTH - 1, len(TAPS), hidden)
-    states = states / states.square().mean(-1, keepdim=True).sqrt()
-    places = torch.arange(begin, LENGTH - 1)[None]
-    there = torch.ones(places.shape, dtype=torch.bool)
-    return Answers(torch.randint(0, 300, (1, LENGTH)), states, places, there, torch.tensor([LENGTH]))
-
-
 def ints(*values: int) -> Any:
     return np.array(values, np.int32)
 
@@ -106,7 +64,7 @@ def test_mtp_goes_on_as_in_torch(folder: Path, mtp: Trained, dtype: str, toleran
     """All places at once, then from the last one on by its own state."""
     drafter = opened(HostMtp, folder, mtp.file, dtype)
     begin = LENGTH - 2 - DRAFTS
-    answers = answers_of(mtp.info.hidden_size, begin)
+    answers = answers_of(mtp.info.hidden_size, len(TAPS), LENGTH, begin)
     with torch.no_grad():
         states = [state[0, 0] for state in mtp.model.states(answers, DRAFTS)]
         wanted = [mtp.model.logits(state) for state in states]
@@ -132,7 +90,7 @@ def test_dflash_fills_a_block_as_in_torch(folder: Path, dflash: Trained, dtype: 
     """States of a text in two pieces, then a block behind it."""
     drafter = opened(HostDflash, folder, dflash.file, dtype)
     begin = LENGTH - 2 - DRAFTS
-    answers = answers_of(dflash.info.hidden_size, begin)
+    answers = answers_of(dflash.info.hidden_size, len(TAPS), LENGTH, begin)
     with torch.no_grad():
         states = [state[0, 0] for state in dflash.model.states(answers, DRAFTS)]
         wanted = [dflash.model.logits(state) for state in states]
