@@ -212,38 +212,47 @@ def rope_write(
 
 def _specs(dtype: str, *, hidden: int, ffn: int, heads: int, kv_heads: int, dim: int, norm: bool) -> list[KernelSpec]:
     """The kernels of one model."""
-    data, ints, reals = "*" + dtype, "*i32", "*fp32"
+    data = "*" + dtype
     block, warps = _block(hidden)
-    table = {"tokens": ints, "table": data, "out": data, "vocab": "i32"}
+    table = {"tokens": "*i32", "table": data, "out": data, "vocab": "i32"}
     normed = {"x": data, "residual": data, "weight": data, "out": data, "eps": "fp32"}
-    states = normed | {"x": reals, "residual": reals}  # what trained drafters are told of: their own, or the target's
-    told = (1, SPEC_TAPS) if dtype != "fp32" else (SPEC_TAPS,)
-    rope = {
-        **dict.fromkeys(("positions", "seqs", "page_rows"), ints),
-        **dict.fromkeys(("cosines", "sines"), reals),
-        **dict.fromkeys(("qkv", "q_out", "k_layer", "v_layer"), data),
-        "eps": "fp32",
-        "page_stride": "i32",
-    }
-    shape = {"KV_HEADS": kv_heads, "HALF": dim // 2, "PAGE": 16, "BLOCK": ROPE_HEADS}
-    heads_of = dict.fromkeys(((heads, norm), (heads, False), (0, False)))  # the model's, and trained drafters'
     wide = {"WIDTH": hidden, "BLOCK": block}
     return [
         _spec(embed_kernel, table, wide, warps),
         _spec(rmsnorm_kernel, normed, {**wide, "ADD": False, "PARTS": 1}, warps),
         _spec(rmsnorm_kernel, normed, {**wide, "ADD": True, "PARTS": 1}, warps),
-        *(_spec(rmsnorm_kernel, states, {**wide, "ADD": False, "PARTS": parts}, warps) for parts in told),
         _spec(silu_mul_kernel, {"gate_up": data, "out": data}, {"WIDTH": ffn, "BLOCK": SILU_BLOCK}, 4),
-        *(
-            _spec(
-                rope_kernel,
-                rope | dict.fromkeys(("q_norm", "k_norm"), data if normed_heads else reals),
-                {**shape, "Q_HEADS": queries, "NORM": normed_heads},
-                ROPE_HEADS * dim // 256,
-            )
-            for queries, normed_heads in heads_of
-        ),
+        _rope_spec(data, heads, kv_heads, dim, norm=norm),
     ]
+
+
+def _drafter_specs(
+    dtype: str, *, hidden: int, ffn: int, heads: int, kv_heads: int, dim: int, norm: bool
+) -> list[KernelSpec]:
+    """What a model's trained drafters have beside: norms of states in float32, heads without norms, keys alone."""
+    data, (block, warps) = "*" + dtype, _block(hidden)
+    states = {"x": "*fp32", "residual": "*fp32", "weight": data, "out": data, "eps": "fp32"}
+    wide = {"WIDTH": hidden, "BLOCK": block, "ADD": False}
+    told = [parts for parts in (1, SPEC_TAPS) if parts > 1 or dtype != "fp32"]  # with float32 a model has the first
+    plain_heads = [_rope_spec(data, heads, kv_heads, dim, norm=False)] if norm else []
+    return [
+        *(_spec(rmsnorm_kernel, states, {**wide, "PARTS": parts}, warps) for parts in told),
+        *plain_heads,
+        _rope_spec(data, 0, kv_heads, dim, norm=False),
+    ]
+
+
+def _rope_spec(data: str, heads: int, kv_heads: int, dim: int, *, norm: bool) -> KernelSpec:
+    types = {
+        **dict.fromkeys(("positions", "seqs", "page_rows"), "*i32"),
+        **dict.fromkeys(("cosines", "sines"), "*fp32"),
+        **dict.fromkeys(("q_norm", "k_norm"), data if norm else "*fp32"),
+        **dict.fromkeys(("qkv", "q_out", "k_layer", "v_layer"), data),
+        "eps": "fp32",
+        "page_stride": "i32",
+    }
+    shape = {"Q_HEADS": heads, "KV_HEADS": kv_heads, "HALF": dim // 2, "PAGE": 16, "NORM": norm, "BLOCK": ROPE_HEADS}
+    return _spec(rope_kernel, types, shape, ROPE_HEADS * dim // 256)
 
 
 def _spec(kernel: Any, signature: dict[str, str], constants: dict[str, Any], warps: int) -> KernelSpec:
@@ -257,6 +266,13 @@ QWEN3_8B = {"hidden": 4096, "ffn": 12288, "heads": 32, "kv_heads": 8, "dim": 128
 
 SPECS: list[KernelSpec] = [
     spec
-    for dtype, model in (("bf16", SMOLLM2_135M), ("fp32", SMOLLM2_135M), ("bf16", QWEN3_06B), ("bf16", QWEN3_8B))
-    for spec in _specs(dtype, **model)  # type: ignore[arg-type]
+    for specs, dtype, model in (
+        (_specs, "bf16", SMOLLM2_135M),
+        (_specs, "fp32", SMOLLM2_135M),
+        (_specs, "bf16", QWEN3_06B),
+        (_specs, "bf16", QWEN3_8B),
+        (_drafter_specs, "fp32", SMOLLM2_135M),
+        (_drafter_specs, "bf16", QWEN3_06B),
+    )
+    for spec in specs(dtype, **model)  # type: ignore[arg-type]
 ]

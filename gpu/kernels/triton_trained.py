@@ -82,8 +82,7 @@ def behind_kernel(  # type: ignore[no-untyped-def]
     c = tl.program_id(0)
     j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     if c == chunks:
-        said = tl.load(targets + j, mask=j < before, other=0)
-        tl.store(out + j, tl.maximum(said, 0), mask=j < before)
+        tl.store(out + j, tl.maximum(tl.load(targets + j, mask=j < before, other=0), 0), mask=j < before)
     else:
         begin, end = tl.load(starts + decode + c), tl.load(starts + decode + c + 1)
         end = tl.minimum(end, total)

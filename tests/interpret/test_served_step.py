@@ -5,6 +5,7 @@ What is declared for "model" and "sample" is compared with what production code 
 
 from collections.abc import Callable, Iterator
 from dataclasses import fields, is_dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -20,6 +21,7 @@ from gpu.step import StepProgram
 from procs.model_info import read_model_info
 from shm.config import ServerConfig
 from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout
+from tests.gpu.models.small_drafters import trained
 from tests.interpret.test_whole_step import TracedDevice
 from tests.model_factory import TinyLlama
 
@@ -34,6 +36,20 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ServerConfig:
         model=read_model_info(folder), served_model_name="tiny", host="127.0.0.1", port=0, device="cuda",
         dtype="float32", max_running=2, max_queued=1, kv_tokens=64, max_len=24, prefill_chunk=8, threads=1, poison=True,
     )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def files(config: ServerConfig) -> dict[str, str]:
+    """Trained drafters by kind, which have learnt nothing."""
+    return {kind: str(trained(Path(config.model.path), kind, (0,), layers=1).file) for kind in ("mtp", "dflash")}
+
+
+def drafting(config: ServerConfig, speculate: str, files: dict[str, str]) -> ServerConfig:
+    if speculate == "off":
+        return config
+    drafter = config.model if speculate == "standalone" else None
+    shared, file = speculate == "ngram", files.get(speculate)
+    return replace(config, window=3, speculate=speculate, drafter=drafter, drafter_file=file, ngram_shared=shared)
 
 
 def tensors_of(thing: Any) -> Iterator[torch.Tensor]:
@@ -97,18 +113,27 @@ def run(config: ServerConfig, device: TracedDevice, steps: int = 2, temperature:
     return served.text
 
 
-@pytest.mark.parametrize("speculate", ["off", "ngram", "standalone"])
-def test_production_code_touches_what_is_declared_for_it(config: ServerConfig, speculate: str) -> None:
+OWN = {
+    "off": set(),
+    "ngram": {"look up", "note prompts", "note gains"},
+    "standalone": {"draft", "draft prefill"},
+    "mtp": {"draft", "note tails", "draft extend"},
+    "dflash": {"draft", "draft extend"},
+}
+
+
+@pytest.mark.parametrize("speculate", OWN)
+def test_production_code_touches_what_is_declared_for_it(
+    config: ServerConfig, files: dict[str, str], speculate: str
+) -> None:
     device = TracedDevice(Eager())
-    drafting = config
-    if speculate != "off":
-        drafter = config.model if speculate == "standalone" else None
-        drafting = replace(config, window=3, speculate=speculate, drafter=drafter, ngram_shared=speculate == "ngram")
-    text = run(drafting, device)
+    text = run(drafting(config, speculate, files), device)
     assert {"model", "sample", "accept"} <= device.traced.keys()
     assert any("attention" in name for name in device.traced["model"])
-    own = {"off": set(), "ngram": {"look up", "note prompts", "note gains"}, "standalone": {"draft", "draft prefill"}}
-    assert own[speculate] <= device.traced.keys()
+    assert OWN[speculate] <= device.traced.keys()
+    if speculate in files:
+        operators = {name for own in OWN[speculate] for name in device.traced[own] if not name.endswith("_kernel")}
+        assert operators <= {"mm", "copy_", "fill_", "add", "arange"}, "what allocates nothing"
     assert text[:3] == run(config, TracedDevice(Eager()))[:3], "drafts change nothing"
 
 
@@ -118,17 +143,27 @@ def test_the_target_as_its_own_draft_model_gains_whole_windows(config: ServerCon
 
 
 @pytest.mark.parametrize(
-    ("name", "kind", "buffer"),
+    ("speculate", "name", "kind", "buffer"),
     [
-        ("model", "writes", "k_cache"),
-        ("model", "reads", "batch.pages"),
-        ("sample", "writes", "batch.targets"),
-        ("sample", "reads", "batch.top_k"),
-        ("look up", "reads", "ngram.history"),
-        ("note gains", "writes", "ngram.known"),
+        ("ngram", "model", "writes", "k_cache"),
+        ("ngram", "model", "reads", "batch.pages"),
+        ("ngram", "sample", "writes", "batch.targets"),
+        ("ngram", "sample", "reads", "batch.top_k"),
+        ("ngram", "look up", "reads", "ngram.history"),
+        ("ngram", "note gains", "writes", "ngram.known"),
+        ("mtp", "model", "writes", "target.states"),
+        ("mtp", "note tails", "writes", "mtp.tails"),
+        ("mtp", "draft extend", "reads", "target.states"),
+        ("mtp", "draft extend", "reads", "batch.targets"),
+        ("mtp", "draft", "writes", "batch.tokens"),
+        ("dflash", "draft", "reads", "batch.ends"),
+        ("dflash", "draft extend", "reads", "target.states"),
+        ("dflash", "draft extend", "writes", "dflash.v_cache"),
     ],
 )
-def test_what_it_touches_beyond_that_is_seen(config: ServerConfig, name: str, kind: str, buffer: str) -> None:
+def test_what_it_touches_beyond_that_is_seen(
+    config: ServerConfig, files: dict[str, str], speculate: str, name: str, kind: str, buffer: str
+) -> None:
     class Forgetful(TracedDevice):
         def launch(self, stream: Any, fn: Callable[[], None], **declared: Any) -> None:
             if declared["name"] == name:
@@ -137,7 +172,7 @@ def test_what_it_touches_beyond_that_is_seen(config: ServerConfig, name: str, ki
             super().launch(stream, fn, **declared)
 
     with pytest.raises((DeviceError, AssertionError), match=rf"{name} .*{kind} {buffer}\["):
-        run(replace(config, window=3, speculate="ngram"), Forgetful(Eager()), steps=1)
+        run(drafting(config, speculate, files), Forgetful(Eager()), steps=1)
 
 
 def test_a_fault_that_a_kernel_leaves_is_declared_and_told(config: ServerConfig) -> None:
