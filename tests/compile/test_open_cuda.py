@@ -1,6 +1,7 @@
 """The CUDA backend as a server opens it, on a fake GPU: who looks on, which attention, what is compiled and planned."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from gpu.device.guard_torch import TorchGuard
 from gpu.device.order import OrderChecker
 from gpu.device.protocol import DeviceError
 from gpu.kernels import flashinfer_attention as fi
+from gpu.kernels.triton_attention import PagedAttention
 from gpu.kernels.triton_spec import kernel_modules, kernels_of
 from gpu.lanes import LANES, ResultSlot, StepSlot
 from gpu.models.weights import open_weights
@@ -23,6 +25,7 @@ from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout
 from tests.compile import flashinfer_standin
 from tests.compile.fake_driver import active
 from tests.gpu.device.fake_cuda import FakeCuda
+from tests.gpu.models.small_drafters import trained
 from tests.model_factory import TinyLlama
 
 ROWS = 6  # five rows are padded to six
@@ -64,14 +67,14 @@ class Opened:
         self.layout, self.results = StepLayout(config), ResultLayout(config)
         self.number = 0
 
-    def step(self, decode: list[int], chunk: tuple[int, ...] | None = None) -> None:
+    def step(self, decode: list[int], chunk: tuple[int, ...] | None = None, drafts: int = 0) -> None:
         payload, result = (np.zeros(layout.nbytes // 4, np.int32) for layout in (self.layout, self.results))
         self.number += 1
         slot = StepSlot.on(self.device, self.layout, payload, f"step {self.number}")
         kept = ResultSlot.on(self.device, self.results, result, f"result {self.number}", f" {self.number}")
         view = slot.view
         view.kind, view.n_decode = STEP_MIXED if chunk else STEP_DECODE, len(decode)
-        view.decode_entries[: len(decode)] = decode
+        view.decode_entries[: len(decode)], view.drafts = decode, drafts
         if chunk:
             view.n_chunks = 1
             view.chunks[:5, 0] = chunk
@@ -94,6 +97,28 @@ def test_a_server_that_is_ready_compiles_nothing_more(config: ServerConfig) -> N
         opened.step([1])
         opened.step([1, 2], (3, 0, 0, 8, 0))
         opened.step([1, 2, 3, 4, 5])
+        assert compiled() == before
+        opened.device.close()
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_with_a_trained_drafter_nothing_more_is_compiled_either(config: ServerConfig, library: Any, kind: str) -> None:
+    """And the drafter's attention is our own, whatever the target's is."""
+    file = trained(Path(config.model.path), kind, (1, 0)).file
+    drafting = replace(config, speculate=kind, drafter_file=str(file), window=4)
+    with active(90):
+        opened = Opened(drafting, FakeCuda())
+        drafter: Any = opened.program.drafter
+        assert isinstance(drafter._model.attention, PagedAttention)
+        assert not isinstance(opened.program._model.attention, PagedAttention)  # type: ignore[attr-defined]
+        before = compiled()
+        opened.step([], (1, 0, 0, 5, 0))
+        opened.step([2], (1, 0, 5, 3, 1))
+        opened.step([1])
+        opened.step([1, 2], (3, 0, 0, 8, 0))
+        opened.step([1, 2, 3, 4, 5])
+        opened.step([1, 2], drafts=3)
+        opened.step([1, 2, 3, 4, 5], (6, 0, 0, 3, 1), drafts=3)
         assert compiled() == before
         opened.device.close()
 

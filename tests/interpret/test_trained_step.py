@@ -15,14 +15,14 @@ import torch
 from gpu.backend import open_backend
 from gpu.cuda_backend import make_drafter, make_parts
 from gpu.device.adversary import AdversaryDevice
-from gpu.device.policies import Eager
+from gpu.device.policies import Eager, Policy, Seeded, Starving
 from gpu.models.weights import open_weights
 from gpu.step import StepProgram
 from procs.model_info import read_model_info
 from shm.config import ServerConfig
 from shm.records import ResultLayout, StepLayout
 from tests.gpu.models.small_drafters import trained
-from tests.gpu.paged_mill import Bench
+from tests.gpu.paged_mill import Bench, Issued
 from tests.interpret.quick import quick_calls  # noqa: F401 - for all tests here
 from tests.model_factory import TinyLlama
 
@@ -58,7 +58,7 @@ def config_of(model: Path, kind: str) -> ServerConfig:
 class TrainedBench(Bench):
     """One program, on the host or as CUDA has it, with the prompts in its ledger."""
 
-    def __init__(self, config: ServerConfig) -> None:
+    def __init__(self, config: ServerConfig, policy: Policy | None = None) -> None:
         self.config, self.completed = config, []
         self._layout, self._result_layout = StepLayout(config), ResultLayout(config)
         self.ledger = np.zeros((config.rows, config.max_len), np.int32)
@@ -68,7 +68,7 @@ class TrainedBench(Bench):
             backend = open_backend(config, self.ledger, None)
             self.device, self.program = backend.device, backend.program
         else:
-            self.device = AdversaryDevice(Eager(), memory="torch")
+            self.device = AdversaryDevice(policy or Eager(), memory="torch")
             parts = make_parts(config, open_weights(config.model), None, "cpu")
             drafter = make_drafter(config, self.device, "cpu", None, parts.model)
             self.program = StepProgram(
@@ -85,17 +85,20 @@ class TrainedBench(Bench):
             is_taken = t % WINDOW < WINDOW - 1 and place % 3
             targets[t] = tokens[t + 1] if is_taken else (11 * place + 5) % 290 + 3
 
+    def put(self, step: dict[str, Any]) -> Issued:
+        what = dict(step)
+        drafts = what.pop("drafts", WINDOW - 1)
+        slot = self.describe(**what)
+        slot.view.drafts = drafts
+        return self.enqueue(slot)
+
     def run(self) -> list[dict[str, Any]]:
-        """What is there behind each step."""
+        """What is there behind each step, one by one."""
         seen = []
         for step in STEPS:
-            what = dict(step)
-            drafts = what.pop("drafts", WINDOW - 1)
-            slot = self.describe(**what)
-            slot.view.drafts = drafts
-            issued = self.enqueue(slot)
+            issued = self.put(step)
             self.device.synchronize()
-            count = len(step.get("decode", ())) * (1 + drafts)
+            count = len(step.get("decode", ())) * (1 + step.get("drafts", WINDOW - 1))
             drafter: Any = self.program.drafter
             kept = getattr(drafter, "_kept", None)
             seen.append({
@@ -128,3 +131,16 @@ def test_it_drafts_and_keeps_what_the_host_does(model: Path, kind: str) -> None:
     assert gains == {1, 2, 3}
     drafts = [draft for step in found for draft in step["tokens"][1:]]
     assert len(set(drafts)) > 8, "it says something"
+
+
+@pytest.mark.parametrize("kind", ["mtp", "dflash"])
+def test_rows_gain_the_same_in_every_order(model: Path, kind: str) -> None:
+    """All steps are queued before the first of them has to end."""
+    config, gained = config_of(model, kind), []
+    for policy in (Eager(), Starving("forward"), Seeded(1)):
+        bench = TrainedBench(config, policy)
+        issued = [bench.put(step) for step in STEPS]
+        bench.device.synchronize()
+        gained.append([(step.tokens, step.counts) for step in issued])
+        bench.device.close()
+    assert gained[0] == gained[1] == gained[2]
