@@ -28,6 +28,7 @@ from tools.gpu_check_ngram import compare_ngram
 from tools.gpu_check_part import Figures, open_device, run
 from tools.gpu_check_sampling import compare_sampling
 from tools.gpu_check_step import small_config
+from tools.gpu_check_trained import compare_trained
 
 PAGE, MOST_WINDOW = 16, 3
 TOLERANCE = {torch.float32: 2e-4, torch.bfloat16: 3e-2}
@@ -106,6 +107,11 @@ def compare_model(sizes: Sizes, made: Made) -> Iterator[tuple[str, float]]:
     triton_rows.rmsnorm(x, weight, 1e-5, outs[0])
     plain.rmsnorm(x, weight, 1e-5, outs[1])
     yield "rmsnorm", error(*outs)
+    states, norms = made.normal(3 * tokens, hidden).float(), made.normal(3, hidden)  # as drafters get them
+    made_of = [torch.zeros(3 * tokens, hidden, dtype=made.dtype, device=made.device) for _ in range(2)]
+    triton_rows.rmsnorm(states, norms, 1e-5, made_of[0])
+    plain.rmsnorm(states, norms, 1e-5, made_of[1])
+    yield "rmsnorm of states", error(*made_of)
     sums = [residual.clone(), residual.clone()]
     triton_rows.add_rmsnorm(x, sums[0], weight, 1e-5, outs[0])
     plain.add_rmsnorm(x, sums[1], weight, 1e-5, outs[1])
@@ -301,7 +307,8 @@ def kernels(options: Options, figures: Figures) -> None:
     for result in compare_sampling(device):
         check(*result)
     steps = (compare_step(device, window) for window in (1, MOST_WINDOW))
-    for name, found in itertools.chain(*steps, compare_copies(device), compare_ngram(device)):
+    drafts = compare_ngram(device), compare_trained(device)
+    for name, found in itertools.chain(*steps, compare_copies(device), *drafts):
         check(name, found, 0)
     assert not failed, f"differs from the reference: {', '.join(failed)}"
 

@@ -18,8 +18,8 @@ def test_what_is_right_passes_and_every_fault_is_found() -> None:
     assert outcome.status == "passed", outcome.reason
     found: dict[str, Any] = outcome.figures
     right = {name: found.pop(name) for name in list(found) if name.startswith("right")}
-    assert len(right) == 6 and not any(right.values()), right
-    assert len(found) == 23 and all(found.values()), found
+    assert len(right) == 7 and not any(right.values()), right
+    assert len(found) == 29 and all(found.values()), found
 
 
 @contextmanager
@@ -103,12 +103,17 @@ def plant_in_drafts(figures: Any) -> None:
     """Look-ups and gains that say nothing, and rows that gain all or nothing of their windows."""
     from tools import gpu_check_kernels as checked
     from tools import gpu_check_ngram as looked_up
+    from tools import gpu_check_trained as trained
 
     figures.add("right: look-up", sum(found for _, found in looked_up.compare_ngram("cpu")))
     figures.add("right: windows", sum(found for _, found in checked.compare_step("cpu", 3)))
     for method in ("look_up", "note_gains"):
         with changed(looked_up.TritonNgramKernels, method, lambda *_, **__: None):
             figures.add(f"ngram: no {method}", min(found for _, found in looked_up.compare_ngram("cpu")))
+    figures.add("right: trained drafters", sum(found for _, found in trained.compare_trained("cpu")))
+    for place, method in enumerate(("next_tokens", "newest_places", "put_drafts", "keep", "recall", "lay_blocks")):
+        with changed(trained.TritonTrainedKernels, method, lambda *_, **__: None):
+            figures.add(f"trained: no {method}", [found for _, found in trained.compare_trained("cpu")][place])
     accept = checked.TritonStepKernels.accept
     for place, name in enumerate(("counts", "tokens", "newest", "published")):
 

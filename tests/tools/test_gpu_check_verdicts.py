@@ -25,7 +25,14 @@ def figures(tmp_path: Path) -> Figures:
 
 @pytest.mark.parametrize("wrong", ["", "compare_model", "compare_sampling", "compare_step", "compare_copies"])
 def test_one_wrong_kernel_fails_the_part(monkeypatch: pytest.MonkeyPatch, figures: Figures, wrong: str) -> None:
-    for name in ("compare_model", "compare_sampling", "compare_step", "compare_copies", "compare_ngram"):
+    for name in (
+        "compare_model",
+        "compare_sampling",
+        "compare_step",
+        "compare_copies",
+        "compare_ngram",
+        "compare_trained",
+    ):
         found = 9.0 if name == wrong else 0.0
         tuples = ("operation", found, 1.0) if name == "compare_sampling" else ("operation", found)
         monkeypatch.setattr(gpu_check_kernels, name, lambda *_, tuples=tuples: iter([tuples]))
