@@ -245,7 +245,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.train_drafter", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--sharegpt", type=Path, required=True, help="ShareGPT's conversations, JSON")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and result")
-    parser.add_argument("--data", type=Path, help="folder for the answers, which all kinds of drafters share (OUT/data)")
+    parser.add_argument(
+        "--data", type=Path, help="folder for the answers, which all kinds of drafters share (OUT/data)"
+    )
     for name, default in asdict(Settings()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     given = parser.parse_args(argv)
