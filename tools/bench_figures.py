@@ -155,7 +155,8 @@ HEADINGS = (
     "failed",
 )
 LEGEND = """TTFT: to the first token; between: between tokens; each p50/p99 in ms
-gap: of the device between two steps, mean; idle: share of its time that it waited so; client: CPU of this benchmark; ratio: to the first server"""
+gap: of the device between two steps, mean; idle: share of time that it waited so
+client: CPU of this benchmark; ratio: to the first server"""
 
 
 def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
