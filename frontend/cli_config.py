@@ -74,7 +74,7 @@ def make_config(wanted: Wanted, progress: Progress) -> ServerConfig:
     is_path = wanted.model not in PACKAGED_MODELS and Path(wanted.model).expanduser().exists()
     info = read_model_info(path, None if is_path else wanted.model)
     name = info.name if wanted.served_model_name is None else wanted.served_model_name
-    trained = find_drafter(wanted.speculate, info)
+    trained = find_drafter(wanted.speculate, info, path)
     drafter = None if trained else _read_drafter(wanted.speculate, path, progress)
     try:
         config = _sized(wanted, info, name, drafter, trained)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from procs.tokenizer_files import digest_of, load_tokenizer
 from shm.config import ModelInfo
 from shm.drafter_file import DFLASH, FILE_NAME, MTP, DrafterFile
 from shm.tensor_map import ModelError
@@ -16,18 +17,25 @@ SHIPPED = Path(__file__).resolve().parent.parent / "gpu" / "drafters" / "shipped
 TRAINED = (MTP, DFLASH)
 
 
-def find_drafter(name: str, target: ModelInfo) -> DrafterFile | None:
+def find_drafter(name: str, target: ModelInfo, path_of_target: Path) -> DrafterFile | None:
     """The drafter for a model that `name` stands for: a kind, of which one is shipped for models of this shape, or a
     folder that holds one. None: it stands for no trained drafter. Raises ModelError, with the reason, where the drafter
     is not one of this model.
     """
     if name in TRAINED:
-        return _shipped(name, target)
+        return _same_tokens(_shipped(name, target), target, path_of_target)
     path = Path(name).expanduser() / FILE_NAME
     if not path.is_file():
         return None
     file = DrafterFile(path.resolve())
     file.check(target)
+    return _same_tokens(file, target, path_of_target)
+
+
+def _same_tokens(file: DrafterFile, target: ModelInfo, path_of_target: Path) -> DrafterFile:
+    """Models of one shape may call other tokens by the same ids. Raises ModelError."""
+    if file.tokens != digest_of(load_tokenizer(path_of_target)):
+        raise ModelError(f"{file.path}: it is the drafter of another model than {target.name}: its tokens are others")
     return file
 
 

@@ -7,6 +7,8 @@ tokenizer that would have to be guessed is refused: a wrong split gives wrong id
 
 from __future__ import annotations
 
+import hashlib
+import json
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -68,6 +70,12 @@ def load_tokenizer(path: str | Path) -> Tokenizer:
     tokenizer.no_truncation()
     tokenizer.no_padding()
     return tokenizer
+
+
+def digest_of(tokenizer: Tokenizer) -> bytes:
+    """32 bytes that tell whether two models have the same tokens under the same ids."""
+    tokens = sorted((number, token) for token, number in tokenizer.get_vocab().items())
+    return hashlib.sha256(json.dumps(tokens).encode()).digest()
 
 
 def check_tokenizer(path: str | Path, file: GgufFile | None = None) -> None:

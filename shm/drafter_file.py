@@ -3,8 +3,8 @@
 Owns the format: safetensors, in which a matrix is int8 with a float32 scale for each of its rows (`NAME.weight`,
 `NAME.scale`), or any floating type without scales, and everything else float32. `vocabulary` int32[D] has the target's
 ids that can be drafted, ascending; `taps` int32 the target's layers whose states it reads; `mask` int32[1], which
-dflash alone has, the id that stands for an unknown token. `tools.train_drafter` writes them. Never converts a tensor
-(gpu.models.drafter_weights does).
+dflash alone has, the id that stands for an unknown token; `tokens` int32[8] which tokens the target's ids stand for, as
+a digest of all of them. `tools.train_drafter` writes them. Never converts a tensor (gpu.models.drafter_weights does).
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class DrafterFile:
             raise ModelError(f"{path}: its vocabulary is not a list of ids, each larger than the one before")
         if min(self.taps) < 0 or len(set(self.taps)) < len(self.taps):
             raise ModelError(f"{path}: its taps are not layers of a model")
+        self.tokens = self._integers("tokens").tobytes()
         self.kind = DFLASH if "mask" in self._entries else MTP
         self.mask = int(self._integers("mask")[0]) if self.kind == DFLASH else 0
         numbers = {int(found[1]) for name in self._entries if (found := re.match(r"layers\.(\d+)\.", name))}

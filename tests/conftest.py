@@ -5,7 +5,12 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+import hypothesis
 import pytest
+
+# How long a case takes is the machine's affair: no test is timed.
+hypothesis.settings.register_profile("untimed", deadline=None)
+hypothesis.settings.load_profile("untimed")
 
 DEVICES = {"gpu.device.adversary": "AdversaryDevice", "gpu.device.cuda": "CudaDevice", "gpu.device.host": "HostDevice"}
 

@@ -32,6 +32,7 @@ class Figures:
     steps_per_s: float | None
     device_idle_share: float | None
     client_cpu_share: float
+    gap_us: float | None = None  # of the device between two steps, in the mean
     windows: tuple[float, ...] = ()  # rows of steps with drafts, by how many drafts were accepted
 
     @property
@@ -49,7 +50,7 @@ class Figures:
 
 @dataclass(frozen=True)
 class Counters:
-    """The server's counters at one moment: steps, device time busy and idle between steps (any one unit), windows."""
+    """The server's counters at one moment: steps, seconds that the device was busy and idle between steps, windows."""
 
     steps: float
     busy: float
@@ -70,7 +71,8 @@ def read_counters(exposition: str) -> Counters | None:
             sums[base] = sums.get(base, 0.0) + float(value)
 
     def find(word: str) -> float | None:
-        found = [value for name, value in sums.items() if name.startswith("stepahead_gpu_") and word in name]
+        own = [(name, value) for name, value in sums.items() if name.startswith("stepahead_gpu_") and word in name]
+        found = [value * (1e-9 if "_ns_" in name else 1.0) for name, value in own]
         return found[0] if found else None
 
     steps, busy, idle = sums.get("stepahead_gpu_steps_total"), find("device_busy"), find("device_idle")
@@ -97,12 +99,13 @@ def figures(
     first = [timing.first_ms() for timing in good]
     gaps = [gap for timing in good for gap in timing.gaps_ms()]
     tokens = sum(timing.tokens for timing in good)
-    steps_per_s = idle_share = None
+    steps_per_s = idle_share = gap_us = None
     windows: tuple[float, ...] = ()
     if before is not None and after is not None:
         busy, idle = after.busy - before.busy, after.idle - before.idle
         steps_per_s = (after.steps - before.steps) / seconds
         idle_share = idle / (busy + idle) if busy + idle > 0 else None
+        gap_us = 1e6 * idle / (after.steps - before.steps) if after.steps > before.steps else None
         windows = tuple(b - a for a, b in zip(before.windows, after.windows, strict=True))
     return Figures(
         concurrency=concurrency,
@@ -118,6 +121,7 @@ def figures(
         steps_per_s=steps_per_s,
         device_idle_share=idle_share,
         client_cpu_share=cpu_seconds / seconds,
+        gap_us=gap_us,
         windows=windows,
     )
 
@@ -137,9 +141,22 @@ def medians(runs: Sequence[Figures]) -> Figures:
     return Figures(**values)
 
 
-HEADINGS = ("server", "at once", "tokens/s", "ratio", "TTFT", "between", "steps/s", "idle", "client", "failed")
+HEADINGS = (
+    "server",
+    "at once",
+    "tokens/s",
+    "ratio",
+    "TTFT",
+    "between",
+    "steps/s",
+    "gap us",
+    "idle",
+    "client",
+    "failed",
+)
 LEGEND = """TTFT: to the first token; between: between tokens; each p50/p99 in ms
-idle: share of time that the device waited between steps; client: CPU of this benchmark; ratio: to the first server"""
+gap: of the device between two steps, mean; idle: share of time that it waited so
+client: CPU of this benchmark; ratio: to the first server"""
 
 
 def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
@@ -158,6 +175,7 @@ def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
                         f"{one.ttft_ms_p50:.0f}/{one.ttft_ms_p99:.0f}",
                         f"{one.inter_token_ms_p50:.1f}/{one.inter_token_ms_p99:.1f}",
                         "-" if one.steps_per_s is None else f"{one.steps_per_s:.1f}",
+                        "-" if one.gap_us is None else f"{one.gap_us:.0f}",
                         "-" if one.device_idle_share is None else f"{one.device_idle_share:.2%}",
                         f"{one.client_cpu_share:.1%}",
                         str(one.failed),
@@ -178,7 +196,7 @@ def drafts_text(results: dict[str, list[Figures]]) -> str:
 
 
 def table_text(results: dict[str, list[Figures]]) -> str:
-    """Lays out the table in columns of plain text, with its legend, about 80 wide."""
+    """Lays out the table in columns of plain text, with its legend, about 90 wide."""
     rows = [HEADINGS, *table_rows(results)]
     widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
     lines = [

@@ -21,7 +21,6 @@ from shm.config import ModelInfo
 from shm.tensor_map import EMBEDDING, FINAL_NORM, HEAD
 from tools.drafter_data import Example
 
-
 TOKEN_SHARE = 0.1  # of a token in a layer's input at the beginning, beside a state's 1
 
 

@@ -36,10 +36,13 @@ def as_rounded(model: nn.Module) -> None:
     model.load_state_dict(whole)
 
 
-def write_drafter(model: nn.Module, vocabulary: Tensor, taps: Sequence[int], mask: int | None, file: Path) -> None:
-    """Write the file that `shm.drafter_file` describes."""
+def write_drafter(
+    model: nn.Module, vocabulary: Tensor, taps: Sequence[int], mask: int | None, tokens: bytes, file: Path
+) -> None:
+    """Write the file that `shm.drafter_file` describes. tokens: the digest of the target's, 32 bytes."""
     weights = rounded(model.state_dict())
     weights["vocabulary"] = vocabulary.to(torch.int32)
+    weights["tokens"] = torch.frombuffer(bytearray(tokens), dtype=torch.int32)
     weights["taps"] = torch.tensor(taps, dtype=torch.int32)
     if mask is not None:
         weights["mask"] = torch.tensor([mask], dtype=torch.int32)

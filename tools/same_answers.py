@@ -1,9 +1,10 @@
 """Whether a server gives the same answers in every setting: `python -m tools.same_answers --questions FILE.jsonl`.
 
 Few-shot questions in the manner of GSM8K: the file's first lines, with their answers, stand before each of the others.
-One server after the other is started (`--start ARGS`, the first one is what the others are compared with), answers all
-questions greedily, many at once, and is ended. Prints how many answers are the same, token by token, and how many are
-right. Owns the comparison; it never imports the server.
+Or (`--greedy`) prompts whose answers are known token by token. One server after the other is started (`--start ARGS`,
+the first one is what the others are compared with), answers all questions greedily, so many at once, and is ended.
+Prints how many answers are the same, token by token, and how many are right. Owns the comparison; it never imports the
+server.
 """
 
 import argparse
@@ -28,10 +29,11 @@ TIMEOUT_S = 600
 
 @dataclass(frozen=True)
 class Question:
-    """A prompt, and the number that answers it."""
+    """A prompt, text or ids, and what answers it: a number, or all ids."""
 
-    prompt: str
-    answer: str
+    prompt: str | list[int]
+    answer: str | tuple[int, ...]
+    stop: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -53,7 +55,17 @@ def questions_of(path: Path, shots: int, count: int) -> list[Question]:
         raise BenchError(f"{path}: it has {len(pairs)} questions, and {shots} + {count} are wanted")
     before = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs[:shots])
     chosen = pairs[shots : shots + count]
-    return [Question(f"{before}Question: {q}\nAnswer:", number_of(a.rpartition("####")[2])) for q, a in chosen]
+    stop = ("\n\nQuestion:",)
+    return [Question(f"{before}Question: {q}\nAnswer:", number_of(a.rpartition("####")[2]), stop) for q, a in chosen]
+
+
+def known_answers(path: Path) -> list[Question]:
+    """Read lines with `prompt_ids` and `token_ids`. Raises BenchError for another file."""
+    try:
+        lines = [orjson.loads(line) for line in path.read_bytes().splitlines()]
+        return [Question(list(line["prompt_ids"]), tuple(line["token_ids"])) for line in lines]
+    except (OSError, ValueError, LookupError, TypeError) as error:
+        raise BenchError(f"{path}: not a jsonl file of prompt_ids and token_ids ({error})") from error
 
 
 def number_of(text: str) -> str:
@@ -65,7 +77,7 @@ def number_of(text: str) -> str:
 def ask(server: Server, question: Question, tokens: int) -> Answer:
     """One greedy answer, ended by the next question. Raises OSError where there is none."""
     body = {"model": server.model, "prompt": question.prompt, "max_tokens": tokens, "temperature": 0}
-    body |= {"stop": ["\n\nQuestion:"], "return_token_ids": True}
+    body |= {"stop": list(question.stop), "return_token_ids": True}
     request = urllib.request.Request(f"{server.url}/v1/completions", orjson.dumps(body))
     request.add_header("Content-Type", "application/json")
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
@@ -78,9 +90,22 @@ def same(wanted: Sequence[Answer], found: Sequence[Answer]) -> int:
     return sum(a == b for a, b in zip(wanted, found, strict=True))
 
 
-def accept_length(server: Server) -> str:
+def is_right(question: Question, answer: Answer) -> bool:
+    """Whether all ids are known and found, or the number is."""
+    if isinstance(question.answer, tuple):
+        return answer.ids == question.answer
+    return number_of(answer.text) == question.answer
+
+
+def retractions(metrics: str) -> str:
+    """How often the server took a request's pages away, in words."""
+    found = re.search(r"^stepahead_retractions_total (\d+)", metrics, re.MULTILINE)
+    return f", {found[1]} retractions" if found and found[1] != "0" else ""
+
+
+def accept_length(metrics: str) -> str:
     """Tokens that a window has brought, or a dash."""
-    counters = read_counters(get(f"{server.url}/metrics", None).decode())
+    counters = read_counters(metrics)
     if counters is None or not sum(counters.windows):
         return "-"
     rows = sum(counters.windows)
@@ -90,14 +115,20 @@ def accept_length(server: Server) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Returns 0 where all answers are the same, or else 1."""
     parser = argparse.ArgumentParser("same_answers", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument("--questions", type=Path, required=True, help="jsonl with a `question` and an `answer` a line")
+    source = parser.add_mutually_exclusive_group(required=True)
+    source.add_argument("--questions", type=Path, help="jsonl with a `question` and an `answer` a line")
+    source.add_argument("--greedy", type=Path, help="jsonl with `prompt_ids` and `token_ids` a line")
     parser.add_argument("--start", action="append", default=[], metavar="ARGS", help="of `stepahead serve`; repeatable")
     parser.add_argument("--count", type=int, default=200)
     parser.add_argument("--shots", type=int, default=5)
     parser.add_argument("--tokens", type=int, default=192, help="of an answer, at most")
-    parser.add_argument("--at-once", type=int, default=32)
+    parser.add_argument(
+        "--at-once", type=_counts, default=[32], metavar="N,N", help="requests at once, one after the other"
+    )
     options = parser.parse_args(argv)
     try:
+        if options.greedy:
+            return _compare(options, known_answers(options.greedy))
         return _compare(options, questions_of(options.questions, options.shots, options.count))
     except (BenchError, OSError) as error:
         print(f"same_answers: {error}", file=sys.stderr)
@@ -113,27 +144,41 @@ def answers_of(server: Server, questions: Sequence[Question], tokens: int, at_on
         return [one.result() for one in asked]
 
 
+def _counts(text: str) -> list[int]:
+    counts = [int(part) for part in text.split(",")]
+    if min(counts) < 1:
+        raise argparse.ArgumentTypeError("must be 1 or more")
+    return counts
+
+
 def _compare(options: argparse.Namespace, questions: Sequence[Question]) -> int:
     wanted: list[Answer] = []
     differing = 0
     for arguments in options.start or [""]:
         server = start(arguments, None)
         try:
-            found = answers_of(server, questions, options.tokens, options.at_once)
-            length = accept_length(server)
+            for at_once in options.at_once:
+                found = answers_of(server, questions, options.tokens, at_once)
+                wanted = wanted or found
+                differing += len(found) - same(wanted, found)
+                _say(server, at_once, questions, found, wanted)
         finally:
             if server.process is not None:
                 stop(server.process)
-        wanted = wanted or found
-        differing += len(found) - same(wanted, found)
-        right = sum(number_of(a.text) == q.answer for a, q in zip(found, questions, strict=True))
-        tokens = sum(len(answer.ids) for answer in found)
-        print(
-            f"{server.name}: {same(wanted, found)} of {len(found)} answers the same ({tokens} tokens), {right} right, "
-            f"{length} tokens a window",
-            flush=True,
-        )
     return int(differing > 0)
+
+
+def _say(
+    server: Server, at_once: int, questions: Sequence[Question], found: Sequence[Answer], wanted: Sequence[Answer]
+) -> None:
+    right = sum(is_right(question, answer) for question, answer in zip(questions, found, strict=True))
+    tokens = sum(len(answer.ids) for answer in found)
+    metrics = get(f"{server.url}/metrics", None).decode()
+    print(
+        f"{server.name}, {at_once} at once: {same(wanted, found)} of {len(found)} answers the same ({tokens} tokens), "
+        f"{right} right, {accept_length(metrics)} tokens a window{retractions(metrics)}",
+        flush=True,
+    )
 
 
 if __name__ == "__main__":

@@ -28,6 +28,7 @@ from torch import Tensor
 from gpu.models.weights import open_weights
 from procs.model_files import resolve_model
 from procs.model_info import read_model_info
+from procs.tokenizer_files import digest_of, load_tokenizer
 from shm.config import ModelInfo
 from shm.drafter_file import DFLASH, FILE_NAME, MTP
 from tools.drafter_data import SPLITS, Example, Writer, default_taps, load_shard, prompts_of, write_shards
@@ -200,7 +201,8 @@ class Trainer:
         settings, target = self.settings, self.model.target
         taps = default_taps(self.model.info.num_layers)
         mask = settings.mask if settings.kind == DFLASH else None
-        write_drafter(self.model, target.vocabulary, taps, mask, self.folder / FILE_NAME)
+        tokens = digest_of(load_tokenizer(resolve_model(settings.model)))
+        write_drafter(self.model, target.vocabulary, taps, mask, tokens, self.folder / FILE_NAME)
         as_rounded(self.model)
         held = {split: self.examples[split] for split in SPLITS[1:]}
         runs = {
@@ -245,7 +247,9 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m tools.train_drafter", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--sharegpt", type=Path, required=True, help="ShareGPT's conversations, JSON")
     parser.add_argument("--out", type=Path, required=True, help="folder for checkpoint and result")
-    parser.add_argument("--data", type=Path, help="folder for the answers, which all kinds of drafters share (OUT/data)")
+    parser.add_argument(
+        "--data", type=Path, help="folder for the answers, which all kinds of drafters share (OUT/data)"
+    )
     for name, default in asdict(Settings()).items():
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     given = parser.parse_args(argv)

@@ -175,7 +175,7 @@ def test_a_file_cut_short_anywhere_is_an_error(tmp_path: Path, tiny: Path) -> No
         assert_refused(tmp_path, content[:length], says="empty" if length == 0 else "GGUF")
 
 
-@settings(max_examples=150, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=150, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.data())
 def test_mutations_parse_or_are_model_errors(tmp_path: Path, tiny: Path, data: st.DataObject) -> None:
     content = bytearray(tiny.read_bytes())
@@ -195,7 +195,7 @@ def test_mutations_parse_or_are_model_errors(tmp_path: Path, tiny: Path, data: s
         assert entry.data.size <= len(content)
 
 
-@settings(max_examples=100, deadline=2000, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=100, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(st.binary(max_size=200))
 @example(b"")
 def test_noise_after_the_magic(tmp_path: Path, noise: bytes) -> None:

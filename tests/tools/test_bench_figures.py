@@ -72,7 +72,7 @@ def test_a_failed_request_is_never_a_good_one(broken: Answer, told: str) -> None
 
 
 def test_counters_are_summed_over_labels_and_taken_from_the_gpu_stage() -> None:
-    assert read_counters(METRICS) == Counters(steps=40, busy=4e9, idle=1e8, windows=(6, 3, 1, 0))
+    assert read_counters(METRICS) == Counters(steps=40, busy=4.0, idle=0.1, windows=(6, 3, 1, 0))
     assert read_counters("vllm_requests_total 3\n") is None
 
 
@@ -81,6 +81,7 @@ def test_figures_of_one_run() -> None:
     got = figures(2, timings, 2.0, 0.1, Counters(10, 1.0, 0.5), Counters(30, 2.5, 1.0))
     assert (got.tokens_per_s, got.ttft_ms_p50, got.inter_token_ms_p50) == (2.0, 15.0, 25.0)
     assert (got.steps_per_s, got.device_idle_share, got.client_cpu_share) == (10.0, 0.25, 0.05)
+    assert got.gap_us == pytest.approx(25_000)
 
 
 def test_drafts_of_one_run_and_of_several() -> None:
@@ -99,7 +100,7 @@ def test_drafts_of_one_run_and_of_several() -> None:
 
 def test_no_counters_means_not_told_rather_than_zero() -> None:
     got = figures(1, [Timing(0, [1], tokens=1)], 1.0, 0.0)
-    assert got.steps_per_s is None and got.device_idle_share is None
+    assert got.steps_per_s is None and got.device_idle_share is None and got.gap_us is None
     assert math.isnan(got.inter_token_ms_p50)
 
 
@@ -118,7 +119,7 @@ def test_ratios_are_to_the_first_server_level_by_level() -> None:
 
     rows = table_rows({"other": [one(1, 50.0), one(8, 100.0)], "ours": [one(1, 60.0), one(8, 300.0)]})
     text = table_text({"other": [one(1, 50.0)], "ours": [one(1, 60.0)]}).splitlines()
-    assert len({len(line) for line in text[:3]}) == 1 and len(text[0]) <= 80
+    assert len({len(line) for line in text[:3]}) == 1 and len(text[0]) <= 88
     assert [(row[0], row[1], row[3]) for row in rows] == [
         ("other", "1", "1.00"),
         ("ours", "1", "1.20"),

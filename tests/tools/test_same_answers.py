@@ -60,11 +60,12 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[str]]:
         protocol_version = "HTTP/1.1"
 
         def do_GET(self) -> None:
-            self.say("stepahead_gpu_steps_total 1\n")
+            self.say("stepahead_gpu_steps_total 1\nstepahead_retractions_total 7\n")
 
         def do_POST(self) -> None:
             body = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
-            asked = int(body["prompt"].rpartition("What is ")[2].split()[0])
+            prompt = body["prompt"]
+            asked = prompt[-1] if isinstance(prompt, list) else int(prompt.rpartition("What is ")[2].split()[0])
             number = 9 if started[-1] == "other" and asked == 3 else asked + 1
             self.say(json.dumps({"choices": [{"token_ids": [number], "text": f" #### {number}"}]}))
 
@@ -96,11 +97,33 @@ def test_a_difference_is_counted(served: list[str], questions: Path, capsys: pyt
     given = ["--questions", str(questions), "--shots", "2", "--count", "4", "--start", "one"]
     assert main([*given, "--start", "two"]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1] == "stepahead two: 4 of 4 answers the same (4 tokens), 4 right, - tokens a window"
+    assert (
+        lines[1]
+        == "stepahead two, 32 at once: 4 of 4 answers the same (4 tokens), 4 right, - tokens a window, 7 retractions"
+    )
     assert main([*given, "--start", "other"]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[1].startswith("stepahead other: 3 of 4 answers the same (4 tokens), 3 right")
+    assert lines[1].startswith("stepahead other, 32 at once: 3 of 4 answers the same (4 tokens), 3 right")
     assert served == ["one", "two", "one", "other"]
+
+
+def test_answers_that_are_known_are_compared_token_by_token(
+    served: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "greedy.jsonl"
+    lines = [{"prompt_ids": [7, i], "token_ids": [i + 1] if i else [5]} for i in range(4)]
+    file.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(["--greedy", str(file), "--start", "one", "--start", "other", "--at-once", "1,3"]) == 1
+    said = [line.partition(" tokens a window")[0] for line in capsys.readouterr().out.splitlines()]
+    assert said == [
+        "stepahead one, 1 at once: 4 of 4 answers the same (4 tokens), 3 right, -",
+        "stepahead one, 3 at once: 4 of 4 answers the same (4 tokens), 3 right, -",
+        "stepahead other, 1 at once: 3 of 4 answers the same (4 tokens), 2 right, -",
+        "stepahead other, 3 at once: 3 of 4 answers the same (4 tokens), 2 right, -",
+    ]
+    file.write_text('{"prompt_ids": [1]}\n')
+    assert main(["--greedy", str(file)]) == 1
+    assert "not a jsonl file of prompt_ids and token_ids" in capsys.readouterr().err
 
 
 def test_held_out_prompts_are_of_the_test_split(tmp_path: Path) -> None:

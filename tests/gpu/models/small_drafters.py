@@ -40,7 +40,7 @@ def trained(folder: Path, kind: str, taps: tuple[int, ...], layers: int = 2) -> 
             parameter.add_(0.05 * torch.randn_like(parameter))
     file = folder / kind / "drafter.safetensors"
     file.parent.mkdir(exist_ok=True)
-    write_drafter(model, vocabulary, taps, MASK if kind == "dflash" else None, file)
+    write_drafter(model, vocabulary, taps, MASK if kind == "dflash" else None, bytes(32), file)
     as_rounded(model)
     return Trained(model, file, info)
 
