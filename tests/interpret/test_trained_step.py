@@ -1,6 +1,6 @@
 """Trained drafters in the step program on CUDA's code: step by step they draft and keep what the host's do.
 
-The target's choice is forced, so that windows gain one, two and three tokens, and drafts of a drafter that has learnt
+The target's choice is forced, so that windows gain one to four tokens, and drafts of a drafter that has learnt
 nothing are taken.
 """
 
@@ -15,7 +15,7 @@ import torch
 from gpu.backend import open_backend
 from gpu.cuda_backend import make_drafter, make_parts
 from gpu.device.adversary import AdversaryDevice
-from gpu.device.policies import Eager, Policy, Seeded, Starving
+from gpu.device.policies import Eager, Policy, Seeded
 from gpu.models.weights import open_weights
 from gpu.step import StepProgram
 from procs.model_info import read_model_info
@@ -26,7 +26,7 @@ from tests.gpu.paged_mill import Bench, Issued
 from tests.interpret.quick import quick_calls  # noqa: F401 - for all tests here
 from tests.model_factory import TinyLlama
 
-WINDOW = 3
+WINDOW = 4
 PROMPTS = [[5, 9, 17, 5, 9, 200, 31, 8, 8, 60], [7, 77, 150, 3, 3, 90, 12]]
 STEPS: list[dict[str, Any]] = [
     {"slots": [(1, 0, 2), (1, 1, 5), (1, 2, 3)], "chunks": [(1, 0, 0, 6, 0)]},
@@ -78,11 +78,11 @@ class TrainedBench(Bench):
         self.program.capture()
 
     def _choose(self, *arrays: Any) -> None:
-        """A draft at two of three places, and otherwise a token that nobody foresees."""
+        """A draft at three of four places, and otherwise a token that nobody foresees."""
         *_, places, targets = (np.asarray(array) for array in arrays)
         tokens = np.asarray(self.program.batch.tokens.array)
         for t, place in enumerate(places.tolist()):
-            is_taken = t % WINDOW < WINDOW - 1 and place % 3
+            is_taken = t % WINDOW < WINDOW - 1 and place % 4
             targets[t] = tokens[t + 1] if is_taken else (11 * place + 5) % 290 + 3
 
     def put(self, step: dict[str, Any]) -> Issued:
@@ -128,19 +128,19 @@ def test_it_drafts_and_keeps_what_the_host_does(model: Path, kind: str) -> None:
             live = slice(0, 1 if step < 2 else 2)  # nothing was kept for the second one yet
             np.testing.assert_allclose(one["states"][live], other["states"][live], rtol=0, atol=1e-3)
         gains |= set(one["gained"][1])
-    assert gains == {1, 2, 3}
+    assert gains == {1, 2, 3, 4}
     drafts = [draft for step in found for draft in step["tokens"][1:]]
     assert len(set(drafts)) > 8, "it says something"
 
 
 @pytest.mark.parametrize("kind", ["mtp", "dflash"])
-def test_rows_gain_the_same_in_every_order(model: Path, kind: str) -> None:
+def test_rows_gain_the_same_in_any_order(model: Path, kind: str) -> None:
     """All steps are queued before the first of them has to end."""
     config, gained = config_of(model, kind), []
-    for policy in (Eager(), Starving("forward"), Seeded(1)):
+    for policy in (Eager(), Seeded(1)):
         bench = TrainedBench(config, policy)
         issued = [bench.put(step) for step in STEPS]
         bench.device.synchronize()
         gained.append([(step.tokens, step.counts) for step in issued])
         bench.device.close()
-    assert gained[0] == gained[1] == gained[2]
+    assert gained[0] == gained[1]
