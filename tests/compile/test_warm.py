@@ -1,6 +1,7 @@
 """Once a server on CUDA has started, no pass of any shape compiles or loads a kernel while requests wait for it."""
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -10,10 +11,14 @@ import torch
 from gpu.kernels import triton_sampling
 from gpu.kernels.attention_cut import Cut, variants
 from gpu.kernels.cuda_sampling_work import CHUNK, scratch_words
+from gpu.kernels.draft_kernels import Kept
 from gpu.kernels.step_kernels import Extents, Gained, PassShape, Rows, Tables
 from gpu.kernels.triton_ngram import TritonNgramKernels
 from gpu.kernels.triton_spec import kernel_modules, kernels_of
 from gpu.kernels.triton_step import TritonStepKernels
+from gpu.kernels.triton_trained import TritonTrainedKernels
+from gpu.models import cuda_drafters
+from gpu.models.cuda_drafters import CudaDflash, CudaMtp
 from gpu.models.cuda_llama import CudaLlama
 from shm.config import ModelInfo
 from shm.records import STEP_MIXED, StepLayout
@@ -32,6 +37,8 @@ class Zeros:
     """Weights."""
 
     def tensor(self, name: str) -> np.ndarray:
+        if name.startswith("target_in"):
+            return np.zeros((1, 64) if "norms" in name else (64, 64), np.float32)
         if "norm" in name:
             return np.zeros(64, np.float32)
         rows = 32 if "k_proj" in name or "v_proj" in name else 64
@@ -85,6 +92,31 @@ def test_no_pass_of_a_warm_model_compiles(shapes: list[list[int]], driver: FakeD
     model.warm()
     assert compiled()
     assert not new_of(lambda: [a_pass(model, counts) for counts in shapes])
+
+
+def test_no_pass_of_a_warm_drafter_compiles(
+    shapes: list[list[int]], driver: FakeDriver, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_drafters, "DrafterWeights", lambda file: Zeros())
+    file: Any = SimpleNamespace(
+        check=lambda info: None, taps=(0,), layers=2, mask=3, vocabulary=np.arange(20, dtype=np.int32)
+    )
+    target = CudaLlama(INFO, Zeros(), "bfloat16", PAGE, 8, PER_ROW, TOKENS, RUNNING, device="cpu", taps=(0,))
+    mtp, dflash = CudaMtp(target, file), CudaDflash(target, file)
+
+    def all_passes() -> None:
+        for counts in shapes:
+            tokens, rows, states = sum(counts), len(counts), torch.zeros(TOKENS, 1, 64)
+            extents = Extents(ints(RUNNING + 1)[: rows + 1], ints(RUNNING)[:rows], max(counts))
+            passed = (ints(TOKENS)[:tokens] for _ in range(3))
+            given = (*passed, ints(RUNNING, PER_ROW)[:rows], ints(RUNNING)[:rows], torch.zeros(rows, 20), extents)
+            mtp.follow(states[:tokens], *given)
+            mtp.draft(states[:tokens], *given)
+            dflash.know(states[:tokens], *given)
+            dflash.draft(ints(TOKENS)[:tokens], *given)
+
+    assert new_of(mtp.warm) and new_of(dflash.warm) == {"rope_kernel"}, "keys alone"
+    assert not new_of(all_passes)
 
 
 def test_every_cut_of_a_pass_is_among_the_variants(shapes: list[list[int]]) -> None:
@@ -171,6 +203,41 @@ def test_drafts_are_looked_up_by_one_variant_for_all_steps(driver: FakeDriver, s
 
     assert not new_of(others)
     assert new_of(lambda: a_step(1, 0, 3)) == {"search_kernel", "draft_kernel"}, "the control"
+
+
+def test_trained_drafters_have_one_variant_of_each_window_for_all_steps(driver: FakeDriver) -> None:
+    window, most, kernels = 4, RUNNING * 4 + 64, TritonTrainedKernels()
+    rows = Rows(**{name: ints(most) for name in Rows._fields})
+    kept, residual = Kept(ints(RUNNING + 1), torch.zeros(RUNNING + 1, 64)), torch.zeros(most, 64, dtype=torch.bfloat16)
+    targets, tails, counts, places, best = (ints(most) for _ in range(5))
+
+    def a_step(decode: int, chunks: int, window: int) -> None:
+        size = 5 * chunks
+        shape = PassShape(decode, chunks, decode * window + chunks * size, chunks, max(window, size), window)
+        if window > 1 and decode:
+            kernels.recall(kept, rows, shape, torch.zeros(decode, 1, 64))
+            kernels.lay_blocks(rows, shape, decode, *(ints(decode * window) for _ in range(3)))
+            for place in range(1, window):
+                kernels.put_drafts(torch.zeros(decode, 100), ints(100), rows.tokens, window, place)
+            kernels.put_drafts(torch.zeros(decode * 3, 100), ints(100), rows.tokens, window, 1, window - 1)
+        kernels.next_tokens(rows, targets, tails, shape, ints(most))
+        kernels.newest_places(counts, rows, shape, places)
+        kernels.put_drafts(torch.zeros(shape.gainers, 100), ints(100), best, 1, 0)
+        kernels.keep(kept, rows.entries[: shape.gainers], best, residual, places)
+
+    a_step(1, 0, 1)  # what the warm-up does
+    a_step(1, 0, window)
+    a_step(0, 1, 1)
+
+    def others() -> None:
+        for decode in range(RUNNING + 1):
+            for chunks in range(3):
+                for width in (1, window):
+                    if decode + chunks:
+                        a_step(decode, chunks, width)
+
+    assert not new_of(others)
+    assert new_of(lambda: a_step(1, 0, 3)) == {"recall_kernel", "newest_kernel", "blocks_kernel"}, "the control"
 
 
 def test_the_sampler_has_one_variant_for_all_batches(driver: FakeDriver) -> None:
