@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import orjson
 from rich.console import Console
@@ -76,7 +77,7 @@ def number_of(text: str) -> str:
 
 def ask(server: Server, question: Question, tokens: int) -> Answer:
     """One greedy answer, ended by the next question. Raises OSError where there is none."""
-    body = {"model": server.model, "prompt": question.prompt, "max_tokens": tokens, "temperature": 0}
+    body: dict[str, Any] = {"model": server.model, "prompt": question.prompt, "max_tokens": tokens, "temperature": 0}
     body |= {"stop": list(question.stop), "return_token_ids": True}
     request = urllib.request.Request(f"{server.url}/v1/completions", orjson.dumps(body))
     request.add_header("Content-Type", "application/json")
