@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from procs.drafter_files import find_drafter
+from procs.drafter_files import TRAINED, find_drafter
 from procs.model_download import Progress
 from procs.model_files import PACKAGED_MODELS, read_model_info, resolve_model
 from procs.model_memory import kv_bytes_per_token, memory_available, memory_needed, require_memory
@@ -19,6 +19,7 @@ from procs.tokenizer_files import load_tokenizer
 from shm.config import DTYPES, ConfigError, ModelInfo, ServerConfig
 from shm.drafter_file import DrafterFile
 from shm.limits import WINDOW_MAX
+from shm.tensor_map import ModelError
 
 HOST_PAGE_MULTIPLE = 16  # keys that the host device's attention works on at once
 STANDALONE = "standalone"  # what a model that drafts is called in the configuration
@@ -98,7 +99,13 @@ def _read_drafter(speculate: str, target: Path, progress: Progress) -> ModelInfo
     """The model that shall draft for the one at `target`, if a model shall. Raises CliError for other tokens."""
     if speculate in ("off", "ngram"):
         return None
-    path = resolve_model(speculate, progress)
+    try:
+        path = resolve_model(speculate, progress)
+    except ModelError as error:
+        raise CliError(
+            f"--speculate: {speculate[:80]} is none of off, ngram, {', '.join(TRAINED)}, no folder of a trained "
+            f"drafter, and no model ({error})"
+        ) from None
     info = read_model_info(path)
     if load_tokenizer(path).get_vocab() != load_tokenizer(target).get_vocab():
         raise CliError(f"--speculate: {speculate} has other tokens than the model that it shall draft for")
@@ -183,6 +190,7 @@ def _kv_tokens_default(smallest: ServerConfig) -> int:
         return KV_TOKENS_DEFAULT // smallest.page_size * smallest.page_size
     need = memory_needed(smallest)
     left = memory_available() - need.weights - need.processes
-    room = int(left * KV_MEMORY_SHARE) // kv_bytes_per_token(smallest.model, smallest.dtype)
+    models = [smallest.model] if smallest.drafter is None else [smallest.model, smallest.drafter]
+    room = int(left * KV_MEMORY_SHARE) // sum(kv_bytes_per_token(model, smallest.dtype) for model in models)
     tokens = min(KV_TOKENS_DEFAULT, max(KV_TOKENS_LEAST, room))
     return tokens // smallest.page_size * smallest.page_size

@@ -200,7 +200,10 @@ class RowTable:
 
     def _finish(self, row: Row, finish: str) -> None:
         row.finish, ledger, number = finish, self._ledger, row.number
-        row.drafts = Drafts(*(int(plane[number]) for plane in (ledger.draft_steps, ledger.drafted, ledger.accepted)))
+        steps, drafted, accepted = (int(p[number]) for p in (ledger.draft_steps, ledger.drafted, ledger.accepted))
+        # Steps that ran on behind a stop string are counted as well: no more can have come than the output has.
+        steps = min(steps, max(0, row.count - 1))
+        row.drafts = Drafts(steps, drafted, min(accepted, max(0, row.count - 1 - steps)))
         if finish == "abort":
             row.exchange.fail(ApiError(503, "the server ended this request before it was done", code="aborted"))
         elif finish == "error":

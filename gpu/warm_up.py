@@ -1,4 +1,4 @@
-"""The warm-up: captures the graphs and runs a step of either kind once, before the first request comes.
+"""The warm-up: captures the graphs and runs a step of every kind once, before the first request comes.
 
 Owns what a first use costs: compiled kernels and graphs. After it nothing is captured and nothing compiles. The steps
 it runs are as small as can be: kernels are compiled for any size (where sizes matter, `CudaLlama.warm` has seen to
@@ -23,6 +23,7 @@ class WarmUp:
         layout, results = StepLayout(config), ResultLayout(config)
         payload, result = np.zeros(layout.nbytes // 4, np.int32), np.zeros(results.nbytes // 4, np.int32)
         self._device = device
+        self._drafts = config.window - 1
         self._program = program
         self._step = StepSlot.on(device, layout, payload, "warm-up step")
         self._result = ResultSlot.on(device, results, result, "warm-up result", " of the warm-up")
@@ -38,7 +39,10 @@ class WarmUp:
         view.slot_writes[:, 0] = (1, 0, 1)  # entry 1, its first slot, page 1
         view.set_sampling(0, 1, 0.0, 1.0, 0.0, 0, 0)
         self._once()
-        view.n_slot_writes = view.n_sampling = 0
+        if self._drafts:
+            view.drafts = self._drafts
+            self._once()
+        view.drafts = view.n_slot_writes = view.n_sampling = 0
         view.kind = STEP_MIXED  # and one token of a prompt, alone: a step has no more rows than may run
         view.n_decode = 0
         view.n_chunks = 1

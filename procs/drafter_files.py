@@ -19,14 +19,20 @@ TRAINED = (MTP, DFLASH)
 
 def find_drafter(name: str, target: ModelInfo, path_of_target: Path) -> DrafterFile | None:
     """The drafter for a model that `name` stands for: a kind, of which one is shipped for models of this shape, or a
-    folder that holds one. None: it stands for no trained drafter. Raises ModelError, with the reason, where the drafter
-    is not one of this model.
+    folder that holds one, or its file. None: it stands for no trained drafter. Raises ModelError, with the reason,
+    where the drafter is not one of this model.
     """
+    if name in ("off", "ngram"):
+        return None
     if name in TRAINED:
         return _same_tokens(_shipped(name, target), target, path_of_target)
-    path = Path(name).expanduser() / FILE_NAME
-    if not path.is_file():
-        return None
+    try:
+        path = Path(name).expanduser()
+        path = path if path.name == FILE_NAME else path / FILE_NAME
+        if not path.is_file():
+            return None
+    except (OSError, RuntimeError) as error:  # a name that is too long, a home that nobody has
+        raise ModelError(f"{name[:80]!r} is not the name of a drafter or of a folder ({error})") from None
     file = DrafterFile(path.resolve())
     file.check(target)
     return _same_tokens(file, target, path_of_target)

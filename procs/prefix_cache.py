@@ -13,6 +13,9 @@ A row that uses a cached path holds a reference to every page on it. Hence a pag
 the sum of its children's, an unreferenced page has only unreferenced descendants, and when paths are released deepest
 page first, the list of unreferenced pages is at any time in an order of last use in which no page comes before a
 descendant of its own: eviction takes from its front and never has to look whether something hangs below.
+
+What a drafter keeps of a page may depend on the token behind it as well, as with mtp: then that token belongs to the
+key.
 """
 
 from collections import OrderedDict
@@ -28,11 +31,14 @@ EMPTY: Pages = np.empty(0, dtype=np.int32)
 
 
 class PrefixCache:
-    def __init__(self, pages: int, page_size: int) -> None:
+    def __init__(self, pages: int, page_size: int, behind: int = 0) -> None:
+        """behind: how many tokens behind a page belong to its key, 0 or 1."""
         self.page_size = page_size
+        self.behind = behind
         self.cached = 0  # pages in the tree
         self.inserted = 0  # pages ever put into it: while this stands still, no match gets longer
-        self._key_bytes = page_size * TOKEN_BYTES
+        self._page_bytes = page_size * TOKEN_BYTES
+        self._key_bytes = (page_size + behind) * TOKEN_BYTES
         self._page_of: dict[tuple[int, bytes], int] = {}  # (parent page, tokens of the page) -> page
         self._key_of: dict[int, tuple[int, bytes]] = {}
         self._refs = np.zeros(pages, dtype=np.int32)
@@ -50,11 +56,11 @@ class PrefixCache:
         The last token is left out even if its page is cached: a prompt must compute at least one position to have
         something to sample from. Takes no reference: `lock` the path before anything may be evicted.
         """
-        key_bytes, page_of = self._key_bytes, self._page_of
+        page_bytes, key_bytes, page_of = self._page_bytes, self._key_bytes, self._page_of
         raw = tokens.tobytes()
         path: list[int] = []
         page = ROOT
-        for begin in range(0, (len(tokens) - 1) // self.page_size * key_bytes, key_bytes):
+        for begin in range(0, (len(tokens) - 1) // self.page_size * page_bytes, page_bytes):
             child = page_of.get((page, raw[begin : begin + key_bytes]))
             if child is None:
                 break
@@ -81,7 +87,8 @@ class PrefixCache:
             self._idle[page] = None
 
     def extend(self, path: Pages, tokens: NDArray[np.int32], pages: Pages, own_only: bool) -> Pages:
-        """Keep a row's full pages: `pages` (i32[m]) hold the counted `tokens` (i32[m * page_size]).
+        """Keep a row's full pages: `pages` (i32[m]) hold the counted `tokens` (i32[m * page_size + behind], the last of
+        which need not be counted).
 
         `path` (i32[k], k <= m) is the part that the row holds already. Returns the path after it, with references taken
         for what is new in it.
@@ -92,13 +99,13 @@ class PrefixCache:
         it has, or a lone row might not fit. Without, as for a row that ends, the path goes on through the tree's page
         to its full length, and the row's copy, not being on it, is the caller's to free.
         """
-        key_bytes, page_of = self._key_bytes, self._page_of
+        page_bytes, key_bytes, page_of = self._page_bytes, self._key_bytes, self._page_of
         known = len(path)
         raw = tokens[known * self.page_size :].tobytes()
         parent = int(path[-1]) if known else ROOT
         longer = path.tolist()
         for index, own in enumerate(pages[known:].tolist()):
-            key = (parent, raw[index * key_bytes : (index + 1) * key_bytes])
+            key = (parent, raw[index * page_bytes : index * page_bytes + key_bytes])
             page = page_of.get(key)
             if page is None:
                 page = own

@@ -48,7 +48,7 @@ class Rows:
         width = MAX_STOP_TOKEN_IDS + len(self._eos)
         self.state = BatchState(config.max_running, config.pages_per_row, config.page_size, config.window, width)
         self.pool = PagePool(config.pages)
-        self.cache = PrefixCache(config.pages, config.page_size)
+        self.cache = PrefixCache(config.pages, config.page_size, behind=int(config.speculate == "mtp"))
         self.waiting: OrderedDict[int, int] = OrderedDict()  # ledger row -> generation, in the order of admission
         self.outbox: list[NDArray[np.int32]] = []  # i32[4, n]: row, generation, count, finish, for the detokenizer
         self.headroom = policy.HEADROOM_CALM
@@ -182,7 +182,7 @@ class Rows:
         path, full = state.shared_pages(entry), int(state.counted[entry]) // state.page_size
         if full <= len(path):
             return path
-        tokens = self.ledger.tokens[int(state.row[entry]), : full * state.page_size]
+        tokens = self.ledger.tokens[int(state.row[entry]), : full * state.page_size + self.cache.behind]
         return self.cache.extend(path, tokens, state.pages[entry, :full], own_only)
 
     # ------------------------------------------------------------------ out

@@ -91,7 +91,11 @@ class Steps:
         else:
             ends = NO_ROWS
         view.kind = STEP_MIXED if len(chunks) else STEP_DECODE
-        view.n_decode, view.n_chunks, view.drafts = len(decode), len(chunks), self.drafting.drafts(len(decode))
+        view.n_decode, view.n_chunks, view.drafts = (
+            len(decode),
+            len(chunks),
+            self.drafting.drafts(len(decode), len(chunks) > 0),
+        )
         view.n_slot_writes, view.n_sampling = writes, sampling
         view.step = step
         entries = np.concatenate((decode, finals)) if len(finals) else decode
@@ -151,8 +155,8 @@ class Steps:
         counts = result.counts[: len(entries)]
         tokens = result.tokens[: result.window, : len(entries)]
         produced = int(counts.sum())
-        self._count_drafts(flight, result, counts)
         current = state.incarnation[entries] == flight.incarnations
+        self._count_drafts(flight, result, counts[current[: flight.decodes].nonzero()[0]])
         finals = entries[flight.decodes :][current[flight.decodes :]]
         if np.count_nonzero(current) < len(current):
             keep = np.flatnonzero(current)
@@ -163,16 +167,17 @@ class Steps:
         return flight
 
     def _count_drafts(self, flight: Flight, result: ResultView, counts: NDArray[np.int32]) -> None:
-        decodes, stats = flight.decodes, self.rows.stats
-        if not decodes or self.state.window == 1:
+        """counts: tokens gained by the decode rows that still run; what others gain is nobody's."""
+        stats, drafted = self.rows.stats, result.window > 1
+        if not flight.decodes or self.state.window == 1:
             return
-        gained = int(counts[:decodes].sum())
-        if result.window > 1:
-            stats.add("drafted_tokens_total", decodes * (result.window - 1))
-            for run, times in enumerate(np.bincount(counts[:decodes] - 1).tolist()):
+        if drafted and len(counts):
+            stats.add("drafted_tokens_total", len(counts) * (result.window - 1))
+            for run, times in enumerate(np.bincount(counts - 1).tolist()):
                 stats.add(accepted_runs(run), times)
+            self.drafting.gained(len(counts), int(counts.sum()))
         if not len(flight.chunk_entries):
-            self.drafting.saw(decodes, result.window, gained, result.end_ns - result.begin_ns)
+            self.drafting.took(flight.decodes, drafted, result.end_ns - result.begin_ns)
 
     def _accept(
         self, entries: Ints, tokens: NDArray[np.int32], counts: NDArray[np.int32], finals: Ints, drafts: int

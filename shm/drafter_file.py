@@ -37,14 +37,17 @@ class DrafterFile:
         self.path = path
         self._entries = read_file(path)
         self.vocabulary, self.taps = self._integers("vocabulary"), tuple(self._integers("taps").tolist())
-        if (np.diff(self.vocabulary) <= 0).any() or self.vocabulary[0] < 0:
+        if (np.diff(self.vocabulary.astype(np.int64)) <= 0).any() or self.vocabulary[0] < 0:
             raise ModelError(f"{path}: its vocabulary is not a list of ids, each larger than the one before")
         if min(self.taps) < 0 or len(set(self.taps)) < len(self.taps):
             raise ModelError(f"{path}: its taps are not layers of a model")
         self.tokens = self._integers("tokens").tobytes()
         self.kind = DFLASH if "mask" in self._entries else MTP
-        self.mask = int(self._integers("mask")[0]) if self.kind == DFLASH else 0
-        numbers = {int(found[1]) for name in self._entries if (found := re.match(r"layers\.(\d+)\.", name))}
+        masks = self._integers("mask") if self.kind == DFLASH else np.zeros(1, np.int32)
+        self.mask = int(masks[0])
+        if len(masks) != 1 or self.mask < 0:
+            raise ModelError(f"{path}: its mask is not the id of one token")
+        numbers = {int(found[1]) for name in self._entries if (found := re.match(r"layers\.([0-9]{1,3})\.", name))}
         self.layers = len(numbers)
         if numbers != set(range(self.layers)) or not self.layers or (self.kind == MTP and self.layers > 1):
             raise ModelError(f"{path}: it has the layers {sorted(numbers)}, which no {self.kind} drafter has")

@@ -140,17 +140,32 @@ class Writer:
             kept[row][0][place], kept[row][1][place] = tapped[i] / sizes[i, :, None], sizes[i]
 
 
+def questions_of(source: Path, split: str) -> Iterator[str]:
+    """The first questions of one split. What is asked in a conversation for training, word for word, is in no other
+    split: the answer would be the same as well.
+    """
+    known: set[str] = set()
+    if split != "train":
+        known = {_words(question) for name, question in conversations(source) if split_of(name) == "train"}
+    for name, question in conversations(source):
+        if split_of(name) == split and question.strip() and _words(question) not in known:
+            yield question
+
+
+def _words(question: str) -> str:
+    return " ".join(question.lower().split())
+
+
 def prompts_of(source: Path, model: Path, split: str, longest: int) -> Iterator[list[int]]:
-    """Token ids of the first questions of one split, as a chat, where they have at most `longest`."""
+    """Token ids of the questions of one split, as a chat, where they have at most `longest`."""
     tokenizer, template = load_tokenizer(model), load_chat_template(model)
     assert template is not None, "the model has no chat template"
     chat = ChatTemplate(template, load_special_tokens(model))
-    for name, question in conversations(source):
-        if split_of(name) == split and question.strip():
-            text = chat.render([{"role": "user", "content": question}])
-            ids = tokenizer.encode(text, add_special_tokens=False).ids
-            if len(ids) <= longest:
-                yield ids
+    for question in questions_of(source, split):
+        text = chat.render([{"role": "user", "content": question}])
+        ids = tokenizer.encode(text, add_special_tokens=False).ids
+        if len(ids) <= longest:
+            yield ids
 
 
 def write_shards(

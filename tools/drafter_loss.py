@@ -77,7 +77,9 @@ def loss_of(model: Drafting, answers: Answers, known: Tensor, drafts: int, hard:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def runs_of(model: Drafting, examples: Sequence[Example], drafts: int, tokens: int) -> Counter[int]:
-    """How many drafts are accepted in a row, in every window of the answers that has any."""
+    """How many drafts are accepted in a row, in the windows that serving the answers would have: each begins where the
+    one before has ended.
+    """
     found: Counter[int] = Counter()
     for batch in batches(examples, tokens, None):
         answers = side_by_side(batch)
@@ -89,7 +91,11 @@ def runs_of(model: Drafting, examples: Sequence[Example], drafts: int, tokens: i
             best[there] = model.target.vocabulary[model.logits(state[there]).argmax(-1)]
             right = right & there & (best == wanted)
             run += right
-        found.update(run[answers.wanted(0)[1]].tolist())
+        for accepted, windows in zip(run.tolist(), answers.wanted(0)[1].tolist(), strict=True):
+            place = 0
+            while place < len(windows) and windows[place]:
+                found[accepted[place]] += 1
+                place += accepted[place] + 1
     return found
 
 

@@ -10,7 +10,7 @@ import json
 from collections.abc import Sequence
 from pathlib import Path
 
-from tools.drafter_data import conversations, split_of
+from tools.drafter_data import questions_of
 
 CHARS_MAX = 1200
 
@@ -22,11 +22,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--count", type=int, default=128)
     parser.add_argument("file", type=Path)
     options = parser.parse_args(argv)
-    chosen = (
-        question
-        for name, question in conversations(options.sharegpt)
-        if split_of(name) == "test" and question.strip() and len(question) <= CHARS_MAX
-    )
+    chosen = (question for question in questions_of(options.sharegpt, "test") if len(question) <= CHARS_MAX)
     lines = [json.dumps({"prompt": question}) for question in itertools.islice(chosen, options.count)]
     options.file.write_text("\n".join(lines) + "\n")
     print(f"{len(lines)} prompts in {options.file}")

@@ -21,7 +21,7 @@ import orjson
 from rich.console import Console
 from rich.progress import Progress
 
-from tools.bench_figures import read_counters
+from tools.bench_figures import Counters, read_counters
 from tools.bench_serve import BenchError, Server, get, start, stop
 
 NUMBER = re.compile(r"-?[\d,]*\.?\d+")
@@ -39,10 +39,11 @@ class Question:
 
 @dataclass(frozen=True)
 class Answer:
-    """What a server said: ids and text."""
+    """What a server said: ids, text, and why it ended."""
 
     ids: tuple[int, ...]
     text: str
+    finish: str = ""
 
 
 def questions_of(path: Path, shots: int, count: int) -> list[Question]:
@@ -83,11 +84,11 @@ def ask(server: Server, question: Question, tokens: int) -> Answer:
     request.add_header("Content-Type", "application/json")
     with urllib.request.urlopen(request, timeout=TIMEOUT_S) as response:
         choice = orjson.loads(response.read())["choices"][0]
-    return Answer(tuple(choice["token_ids"]), choice["text"])
+    return Answer(tuple(choice["token_ids"]), choice["text"], choice.get("finish_reason") or "")
 
 
 def same(wanted: Sequence[Answer], found: Sequence[Answer]) -> int:
-    """How many are equal, ids and text."""
+    """How many are equal: ids, text and end."""
     return sum(a == b for a, b in zip(wanted, found, strict=True))
 
 
@@ -98,19 +99,20 @@ def is_right(question: Question, answer: Answer) -> bool:
     return number_of(answer.text) == question.answer
 
 
-def retractions(metrics: str) -> str:
-    """How often the server took a request's pages away, in words."""
-    found = re.search(r"^stepahead_retractions_total (\d+)", metrics, re.MULTILINE)
-    return f", {found[1]} retractions" if found and found[1] != "0" else ""
+def counters_of(server: Server) -> tuple[Counters | None, int]:
+    """The server's counters of steps and windows so far, and how often it took a request's pages away."""
+    text = get(f"{server.url}/metrics", None).decode()
+    found = re.search(r"^stepahead_retractions_total (\d+)", text, re.MULTILINE)
+    return read_counters(text), int(found[1]) if found else 0
 
 
-def accept_length(metrics: str) -> str:
-    """Tokens that a window has brought, or a dash."""
-    counters = read_counters(metrics)
-    if counters is None or not sum(counters.windows):
+def accept_length(before: Counters | None, after: Counters | None) -> str:
+    """Tokens that a window has brought in between, or a dash."""
+    if before is None or after is None:
         return "-"
-    rows = sum(counters.windows)
-    return f"{sum(n * (1 + drafts) for drafts, n in enumerate(counters.windows)) / rows:.2f}"
+    windows = [b - a for a, b in zip(before.windows, after.windows, strict=True)]
+    rows = sum(windows)
+    return f"{sum(n * (1 + drafts) for drafts, n in enumerate(windows)) / rows:.2f}" if rows else "-"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -159,27 +161,20 @@ def _compare(options: argparse.Namespace, questions: Sequence[Question]) -> int:
         server = start(arguments, None)
         try:
             for at_once in options.at_once:
+                before = counters_of(server)
                 found = answers_of(server, questions, options.tokens, at_once)
                 wanted = wanted or found
                 differing += len(found) - same(wanted, found)
-                _say(server, at_once, questions, found, wanted)
+                right = sum(is_right(question, answer) for question, answer in zip(questions, found, strict=True))
+                (steps, taken), (steps_then, taken_then) = counters_of(server), before
+                said = f"{server.name}, {at_once} at once: {same(wanted, found)} of {len(found)} answers the same ("
+                said += f"{sum(len(a.ids) for a in found)} tokens), {right} right, "
+                said += f"{accept_length(steps_then, steps)} tokens a window"
+                print(said + (f", {taken - taken_then} retractions" if taken > taken_then else ""), flush=True)
         finally:
             if server.process is not None:
                 stop(server.process)
     return int(differing > 0)
-
-
-def _say(
-    server: Server, at_once: int, questions: Sequence[Question], found: Sequence[Answer], wanted: Sequence[Answer]
-) -> None:
-    right = sum(is_right(question, answer) for question, answer in zip(questions, found, strict=True))
-    tokens = sum(len(answer.ids) for answer in found)
-    metrics = get(f"{server.url}/metrics", None).decode()
-    print(
-        f"{server.name}, {at_once} at once: {same(wanted, found)} of {len(found)} answers the same ({tokens} tokens), "
-        f"{right} right, {accept_length(metrics)} tokens a window{retractions(metrics)}",
-        flush=True,
-    )
 
 
 if __name__ == "__main__":

@@ -9,6 +9,7 @@ Owns the schedule and the checkpoints. A checkpoint is one safetensors file, its
 """
 
 import argparse
+import hashlib
 import json
 import math
 import random
@@ -66,14 +67,16 @@ class Settings:
     threads: int = 2
 
 
+# What the answers depend on, beside their number
+OF_THE_DATA = ("model", "prompt_tokens", "answer_tokens", "batch", "shard_batches", "held_out_batches")
+
+
 def make_drafter(settings: Settings, info: ModelInfo, vocabulary: Tensor, size: float) -> Mtp | Dflash:
     """A drafter at its beginning. size: of the target's last states, see `Layer`."""
     weights, taps = open_weights(info), len(default_taps(info.num_layers))
     if settings.kind == MTP:
         return Mtp(info, weights, vocabulary, taps, size)
-    if settings.kind == DFLASH:
-        return Dflash(info, weights, vocabulary, taps, size, settings.layers, settings.mask)
-    raise ValueError(f"--kind: must be {MTP} or {DFLASH}, got {settings.kind!r}")
+    return Dflash(info, weights, vocabulary, taps, size, settings.layers, settings.mask)
 
 
 def make_optimizers(model: torch.nn.Module, settings: Settings) -> list[torch.optim.Optimizer]:
@@ -110,6 +113,8 @@ class Trainer:
         epoch = len(list(batches(examples["train"], settings.step_tokens, None)))
         self.steps = max(1, round(settings.epochs * epoch))
         self.step, self.seconds = 0, 0.0
+        # Order, schedule and vocabulary follow from what is learnt from.
+        self._learns = hashlib.sha256(b"".join(e.tokens.tobytes() for e in examples["train"])).hexdigest()
         self.losses: list[float] = []
         self._epoch = epoch
 
@@ -167,6 +172,7 @@ class Trainer:
             for number, state in optimizer.state_dict()["state"].items():
                 arrays |= {f"{place}.{number}.{name}": torch.as_tensor(value) for name, value in state.items()}
         told = {"step": self.step, "losses": self.losses, "seconds": self.seconds, "settings": asdict(self.settings)}
+        told["learns"] = self._learns
         work = self.folder / "checkpoint.part"
         save_file(
             {name: value.contiguous().clone() for name, value in arrays.items()}, work, {"told": json.dumps(told)}
@@ -181,6 +187,8 @@ class Trainer:
         told = json.loads(read_metadata(file)["told"])
         if told["settings"] != asdict(self.settings):
             raise ValueError(f"{file} was made with other settings; take another --out, or remove it")
+        if told["learns"] != self._learns:
+            raise ValueError(f"{file} has learnt from other answers; take another --out, or remove it")
         arrays = load_file(file)
         self.model.load_state_dict({name[6:]: value for name, value in arrays.items() if name.startswith("model.")})
         for place, optimizer in enumerate(self.optimizers):
@@ -211,6 +219,7 @@ class Trainer:
         told: dict[str, object] = {
             "command": command,
             "settings": asdict(settings),
+            "train_answers_sha256": self._learns,
             "train_tokens": sum(len(e.tokens) for e in self.examples["train"]),
             "train_answer_tokens": sum(len(e.tokens) - e.prompt for e in self.examples["train"]),
             "train_seconds": round(self.seconds),
@@ -224,7 +233,8 @@ class Trainer:
 
 
 def write_data(settings: Settings, source: Path, folder: Path) -> dict[str, list[Example]]:
-    """The first stage. Returns the examples of each split."""
+    """The first stage. Returns the examples of each split. Raises ValueError for a folder that was made otherwise."""
+    _check_folder(settings, source, folder)
     model = resolve_model(settings.model)
     longest = settings.prompt_tokens + settings.answer_tokens
     writer: Writer | None = None
@@ -238,8 +248,24 @@ def write_data(settings: Settings, source: Path, folder: Path) -> dict[str, list
             prompts = prompts_of(source, model, split, settings.prompt_tokens)
             told = lambda text, split=split: print(f"{split}: {text}", flush=True)  # noqa: E731
             write_shards(place, writer, prompts, shards, count, settings.answer_tokens, told)
-        found[split] = [e for file in sorted(place.glob("*.safetensors")) for e in load_shard(file)]
+        found[split] = [e for file in sorted(place.glob("*.safetensors"))[:shards] for e in load_shard(file)]
     return found
+
+
+def _check_folder(settings: Settings, source: Path, folder: Path) -> None:
+    """Note in a new folder what its answers are made of; refuse an old one that was made of something else."""
+    with source.open("rb") as opened:
+        made: dict[str, object] = {"source_sha256": hashlib.file_digest(opened, "sha256").hexdigest()}
+    made |= {name: getattr(settings, name) for name in OF_THE_DATA}
+    file = folder / "made.json"
+    if file.exists():
+        if json.loads(file.read_text()) != made:
+            raise ValueError(f"{file}: these answers were made with other settings; take another --data")
+        return
+    if folder.exists() and any(folder.rglob("*.safetensors")):
+        raise ValueError(f"{folder} has no made.json, so nobody knows what its answers were made of")
+    folder.mkdir(parents=True, exist_ok=True)
+    file.write_text(json.dumps(made, indent=1) + "\n")
 
 
 def main(argv: Sequence[str] | None = None) -> None:
@@ -254,10 +280,14 @@ def main(argv: Sequence[str] | None = None) -> None:
         parser.add_argument("--" + name.replace("_", "-"), type=type(default), default=default)
     given = parser.parse_args(argv)
     settings = Settings(**{name: getattr(given, name) for name in asdict(Settings())})
-    given.out.mkdir(parents=True, exist_ok=True)
-    examples = write_data(settings, given.sharegpt, given.data or given.out / "data")
-    trainer = Trainer(settings, given.out, examples)
-    trainer.run()
+    try:
+        if settings.kind not in (MTP, DFLASH):
+            raise ValueError(f"--kind: must be {MTP} or {DFLASH}, got {settings.kind!r}")
+        given.out.mkdir(parents=True, exist_ok=True)
+        trainer = Trainer(settings, given.out, write_data(settings, given.sharegpt, given.data or given.out / "data"))
+        trainer.run()
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
     told = trainer.ship(" ".join(["python -m tools.train_drafter", *(sys.argv[1:] if argv is None else argv)]))
     print(json.dumps(told, indent=1))
 

@@ -4,7 +4,8 @@ Owns, for each entry, the first draft of the next step and the state that the se
 the target's pass reaches the next step that way, on the device. Behind every pass the drafter goes over all of its
 places once more, with the target's states and with the tokens that the target chose: so its cache has, for every
 position that counts, what it would have without drafts, after steps of any window, chunks and retractions alike. The
-cache has the target's pages. It drafts what it finds likeliest, whatever the temperature.
+cache has the target's pages; since a place holds what follows from the token behind it as well, the prefix cache has
+that token in the key of each page (`procs.prefix_cache`). It drafts what it finds likeliest, whatever the temperature.
 """
 
 from typing import Any, Protocol

@@ -24,8 +24,11 @@ class DrafterWeights:
         entry = self._file.entry(_own_name(name))
         try:
             if entry.kind != "I8":
-                return to_float32(entry.kind, entry.shape, entry.data)
-            scales = self.tensor(entry.name.removesuffix(".weight") + ".scale")
+                return _finite(to_float32(entry.kind, entry.shape, entry.data))
+            scale = self._file.entry(entry.name.removesuffix(".weight") + ".scale")
+            if scale.kind != "F32":
+                raise ValueError("has scales that are not float32")
+            scales = _finite(to_float32(scale.kind, scale.shape, scale.data))
             if scales.shape != entry.shape[:1] or entry.data.size != np.prod(entry.shape):
                 raise ValueError("and its scales do not fit together")
             made: NDArray[np.float32] = entry.data.view(np.int8).reshape(entry.shape) * scales[:, None]
@@ -36,6 +39,12 @@ class DrafterWeights:
     def names(self) -> list[str]:
         """All, by their own names."""
         return self._file.names()
+
+
+def _finite(values: NDArray[np.float32]) -> NDArray[np.float32]:
+    if not np.isfinite(values).all():
+        raise ValueError("has values that are no numbers")
+    return values
 
 
 def _own_name(name: str) -> str:

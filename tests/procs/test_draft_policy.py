@@ -13,6 +13,7 @@ class Machine:
     def __init__(self, policy: DraftPolicy, seed: int = 0) -> None:
         self.policy, self.chance = policy, random.Random(seed)
         self.tokens = self.ns = self.drafted = self.steps = 0
+        self.slower = 1.0  # than in the beginning
 
     def run(self, steps: int, rows: int, longer: float, gain: float, noise: float = 0.1) -> float:
         """Run some; returns tokens of a row per time of a plain step. Results come two steps late."""
@@ -23,9 +24,13 @@ class Machine:
             self.steps += 1
             if len(queue) == 2:
                 window = queue.pop(0)
-                took = int(1e6 * (longer if window > 1 else 1) * self.chance.uniform(1 - noise, 1 + noise))
+                took = int(
+                    1e6 * self.slower * (longer if window > 1 else 1) * self.chance.uniform(1 - noise, 1 + noise)
+                )
                 gained = sum(1 + (window > 1) * self.gained(gain, window) for _ in range(rows))
-                self.policy.saw(rows, window, gained, took)
+                if window > 1:
+                    self.policy.gained(rows, gained)
+                self.policy.took(rows, window > 1, took)
                 tokens, ns = tokens + gained, ns + took
         return tokens / rows / (ns / 1e6)
 
@@ -62,6 +67,40 @@ def test_it_resumes_when_texts_become_predictable_and_stops_when_not() -> None:
     before = server.drafted
     assert server.run(2000, 1, longer=1.5, gain=1.05) > 0.93
     assert server.drafted < before + 200
+
+
+def test_a_dip_after_long_success_is_soon_over() -> None:
+    server = machine()
+    server.run(9000, 1, longer=1.3, gain=1.9)
+    server.run(60, 1, longer=1.3, gain=1.0)
+    before = server.drafted
+    assert server.run(1800, 1, longer=1.3, gain=3.0) > 2.1
+    assert server.drafted > before + 1500
+
+
+@pytest.mark.parametrize("gain", [1.5, 1.8])
+def test_steps_that_get_longer_with_their_texts_are_compared_with_steps_of_then(gain: float) -> None:
+    """A request of 500 steps that become half as long again, and the next one begins anew."""
+    server = machine()
+    for _ in range(20):
+        for part in range(10):
+            server.slower = 1 + part / 20
+            server.run(50, 1, longer=1.25, gain=gain)
+    assert server.drafted > 0.8 * server.steps
+
+
+def test_a_first_step_that_is_slow_for_once_does_not_decide() -> None:
+    server = machine()
+    for _ in range(2):
+        server.run(2, 32, longer=5.0, gain=2.0)  # one step of each kind, and what is made once is made then
+    assert server.run(400, 32, longer=1.2, gain=2.0) > 0.95 * 2.0 / 1.2
+
+
+def test_steps_with_chunks_have_no_part_in_trials() -> None:
+    policy = DraftPolicy(3, always=False)
+    for _ in range(2):
+        policy.took(16, False, 10**6)
+    assert policy.drafts(16) == 3 and policy.drafts(16, mixed=True) == 0
 
 
 def test_a_larger_batch_does_not_repeat_what_a_smaller_one_found_out() -> None:

@@ -32,6 +32,14 @@ def test_match_leaves_the_last_token_out() -> None:
     assert cache.match(ints([0])).tolist() == []
 
 
+def test_the_token_behind_a_page_may_belong_to_its_key() -> None:
+    cache = PrefixCache(9, 4, behind=1)
+    cache.extend(ints([]), ints(range(9)), ints([3, 5]), own_only=False)
+    assert cache.match(ints(range(9))).tolist() == [3, 5]
+    assert cache.match(ints([*range(8), 7])).tolist() == [3], "the second page was kept for another token behind it"
+    assert cache.match(ints([*range(4), 7])).tolist() == []
+
+
 def test_same_page_tokens_under_other_prefixes_stay_apart() -> None:
     cache = PrefixCache(9, 1)
     keep(cache, [1, 7], [1, 2])

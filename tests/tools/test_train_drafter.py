@@ -25,6 +25,7 @@ from tools.drafter_data import (
     conversations,
     default_taps,
     load_shard,
+    questions_of,
     save_shard,
     split_of,
 )
@@ -66,7 +67,22 @@ def test_conversations_are_read_up_to_where_the_file_is_cut_off(source: Path) ->
     assert len(found) in (398, 399)
 
 
+def test_what_is_asked_in_training_is_asked_in_no_test(tmp_path: Path) -> None:
+    """In other letters and blanks as well."""
+    talk = [{"id": f"talk{i}_0", "conversations": [{"from": "human", "value": f"say  {i // 2}\n"}]} for i in range(800)]
+    for i in range(0, 800, 2):
+        talk[i]["conversations"][0]["value"] = f"Say {i // 2}"
+    file = tmp_path / "talk.json"
+    file.write_text(json.dumps(talk))
+    asked = {split: {" ".join(q.lower().split()) for q in questions_of(file, split)} for split in SPLITS}
+    assert not asked["train"] & (asked["validation"] | asked["test"])
+    alone = {i // 2 for i in range(800) if split_of(f"talk{i}") == "test"}
+    alone -= {i // 2 for i in range(800) if split_of(f"talk{i}") == "train"}
+    assert asked["test"] == {f"say {number}" for number in alone}
+
+
 def test_a_conversation_has_its_split_for_ever() -> None:
+    assert [split_of(f"talk{i}") for i in (0, 15, 1)] == ["test", "validation", "train"]
     found = Counter(split_of(f"talk{i}") for i in range(8000))
     assert set(found) == set(SPLITS) and 150 < found["validation"] < 250 and 150 < found["test"] < 250
     assert [split_of(name) for name in ("a", "b", "c")] == [split_of(name) for name in ("a", "b", "c")]
@@ -163,8 +179,8 @@ def test_drafts_come_from_what_is_known_where_their_window_begins(model: Path, k
     assert checked == 18
 
 
-def test_runs_are_counted_from_every_place_at_which_windows_begin(model: Path) -> None:
-    """Against drafting itself: from each place, token by token, until one is wrong."""
+def test_runs_are_those_of_the_windows_that_follow_on_each_other(model: Path) -> None:
+    """Against drafting itself, token by token, until one is wrong; the next window begins there."""
     for kind in ("mtp", "dflash"):
         drafter = tiny(model, kind)
         examples = [example_of(drafter.info, count, 3, seed=count) for count in (9, 12)]
@@ -176,11 +192,13 @@ def test_runs_are_counted_from_every_place_at_which_windows_begin(model: Path) -
         found: list[int] = []
         for example in examples:
             text = example.tokens.tolist()
-            for place in range(example.prompt - 1, len(text) - 2):
+            place = example.prompt - 1
+            while place < len(text) - 2:
                 drafts, run = drafted_one_by_one(drafter, example, place, 2), 0
                 while run < 2 and place + run + 2 < len(text) and drafts[run] == text[place + run + 2]:
                     run += 1
                 found.append(run)
+                place += run + 1
         assert runs_of(drafter, examples, 2, 200) == Counter(found)
         assert set(found) == {0, 1, 2}, "none, one and two drafts in a row"
         short = [example_of(drafter.info, 5, 4)]  # an answer of one token: there is nothing to draft
@@ -232,6 +250,9 @@ def test_it_learns_goes_on_where_it_stopped_and_ships(model: Path, source: Path,
     again.run()
     assert again.losses == whole.losses
     told = again.ship("a command")
+    whole.ship("a command")
+    files = [tmp_path / name / "drafter.safetensors" for name in ("whole", "parts")]
+    assert files[0].read_bytes() == files[1].read_bytes(), "bit for bit"
     assert told["command"] == "a command" and told["test_accept_length"] >= 1  # type: ignore[operator]
     file = DrafterFile(tmp_path / "parts" / "drafter.safetensors")
     file.check(whole.model.info)
@@ -242,6 +263,27 @@ def test_it_learns_goes_on_where_it_stopped_and_ships(model: Path, source: Path,
     assert (tmp_path / "parts" / "loss.svg").read_text().startswith("<svg")
     with pytest.raises(ValueError, match="other settings"):
         Trainer(replace(wanted, rate=1.0), tmp_path / "parts", examples).run()
+    less = {**examples, "train": examples["train"][1:]}
+    with pytest.raises(ValueError, match="other answers"):
+        Trainer(wanted, tmp_path / "parts", less).run()
+    for changed in ({"answer_tokens": 11}, {"batch": 2}):
+        with pytest.raises(ValueError, match="other settings"):
+            write_data(replace(wanted, **changed), source, tmp_path / "data")
+    fewer = write_data(replace(wanted, shards=2), source, tmp_path / "data")
+    assert len(fewer["train"]) < len(examples["train"]), "so many shards as are asked for"
+    (tmp_path / "data" / "made.json").unlink()
+    with pytest.raises(ValueError, match=r"has no made.json"):
+        write_data(wanted, source, tmp_path / "data")
+
+
+def test_what_cannot_be_is_one_clear_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for given, says in (
+        (["--kind", "mpt"], "--kind: must be mtp or dflash, got 'mpt'"),
+        (["--sharegpt", str(tmp_path / "none.json")], "none.json"),
+    ):
+        with pytest.raises(SystemExit):
+            train_drafter.main(["--sharegpt", str(source), "--out", str(tmp_path / "out"), *given])
+        assert says in capsys.readouterr().err
 
 
 def test_what_is_there_is_not_made_again(model: Path, source: Path, tmp_path: Path, monkeypatch: Any) -> None:

@@ -35,7 +35,7 @@ from tools.drafter_dflash import Dflash
 from tools.drafter_model import Answers, side_by_side
 from tools.train_drafter import Settings, Trainer, write_data
 
-PAGE = 16
+PAGE, DIM = 16, TinyLlama().head_dim
 TALK = [{"id": f"t{i}_0", "conversations": [{"from": "human", "value": f"tell {i}"}]} for i in range(300)]
 
 
@@ -155,84 +155,115 @@ def test_the_answers_are_those_of_plain_decoding(
     )
 
 
-def watched(model: Path, trainer: Trainer, prompt: list[int], look: Any) -> tuple[list[int], Answers]:
-    """Serve one request with windows and steps without drafts in turn; look(length, drafter) sees each step's end.
-    Returns the answer, and what the target alone makes of the whole text.
+def watched(
+    model: Path, trainer: Trainer, prompt: list[int], look: Any, before: list[int]
+) -> tuple[list[int], Answers]:
+    """Serve one request with windows and steps without drafts in turn; look(length, drafter, pages) sees each step's
+    end. before: a prompt that is served first, if any. Returns the answer, and what the target alone makes of the whole
+    text.
     """
     config = with_drafter(config_of(model, max_running=1), trainer, 2)
-    served = Served(config, [Asked(prompt=prompt, max_new=23)])
+    asked = [Asked(prompt=before, max_new=4)] if before else []
+    served = Served(config, [*asked, Asked(prompt=prompt, max_new=23)])
     turns = iter([2, 2, 0, 2, 0, 0, 2] + [2] * 40)
-    served.steps.drafting.drafts = lambda rows: next(turns) if rows else 2  # type: ignore[method-assign]
+    served.steps.drafting.drafts = lambda rows, mixed: next(turns) if rows else 2  # type: ignore[method-assign]
     apply = served.steps.apply
 
     def look_and_apply(view: Any) -> Any:
         served.device.synchronize()
-        look(int(served.program.relay.length.array[1]), served.drafter)
+        if served.total("finished_total") == len(asked):
+            pages = served.rows.state.pages[1].copy()
+            look(int(served.program.relay.length.array[1]), served.drafter, pages)
         return apply(view)
 
     served.steps.apply = look_and_apply  # type: ignore[method-assign]
-    (got,) = served.run()
+    got = served.run()[-1]
+    assert bool(before) == (served.total("prefix_hit_tokens_total") > 0)
     served.device.close()
     example = Writer(config.model, 1, 80, 1, "float32").answer([prompt], 40)[0]
     assert example.tokens[example.prompt :][: len(got)].tolist() == got
     return got, side_by_side([replace(example, prompt=1)])  # windows may begin anywhere
 
 
+def met_before(prompt: list[int], other: int) -> list[int]:
+    """A prompt whose first page is that of `prompt`, or (other) all of it but for the token behind the page."""
+    return [*prompt[:PAGE], *([other] if other else prompt[PAGE : PAGE + 1]), 9, 9, 9]
+
+
+@pytest.mark.parametrize("before", ["nothing", "a prompt with the same beginning"])
 def test_the_state_of_mtp_is_what_torch_makes_of_the_whole_text(
-    model: Path, mtp: Trainer, prompts: list[list[int]]
+    model: Path, mtp: Trainer, prompts: list[list[int]], before: str
 ) -> None:
     """After chunks, windows and steps without drafts: the first draft and the state at the row's last place."""
     seen: list[tuple[int, int, Any]] = []
 
-    def look(length: int, drafter: MtpDrafter) -> None:
+    def look(length: int, drafter: MtpDrafter, pages: Any) -> None:
         seen.append((length, int(drafter._first.array[1]), drafter._state.array[1].copy()))
 
-    got, answers = watched(model, mtp, prompts[0], look)
+    first = met_before(prompts[0], 0) if before != "nothing" else []
+    got, answers = watched(model, mtp, prompts[0], look, first)
     with torch.no_grad():
         (states,) = mtp.model.states(answers, 1)
         firsts = mtp.model.target.vocabulary[mtp.model.logits(states).argmax(-1)][0]
     checked = 0
-    for length, first, state in seen:
+    for length, drafted, state in seen:
         if len(prompts[0]) <= length < min(len(prompts[0]) + len(got), states.shape[1]):
             wanted = states[0, length - 1].numpy()
             assert np.abs(state - wanted).max() < 0.02 * np.abs(wanted).max()
-            assert first == int(firsts[length - 1])
+            assert drafted == int(firsts[length - 1])
             checked += 1
     assert checked > 5
 
 
+def test_mtp_shares_no_page_whose_next_token_is_another(model: Path, mtp: Trainer, prompts: list[list[int]]) -> None:
+    """What it keeps of a page's last place follows from the token behind it."""
+    with pytest.raises(AssertionError, match="assert True == "):
+        watched(model, mtp, prompts[0], lambda *_: None, met_before(prompts[0], 9))
+
+
+@pytest.mark.parametrize("before", ["nothing", "a prompt with the same beginning"])
 def test_the_cache_of_dflash_is_what_torch_makes_of_the_whole_text(
-    model: Path, dflash: Trainer, prompts: list[list[int]]
+    model: Path, dflash: Trainer, prompts: list[list[int]], before: str
 ) -> None:
-    """The keys of every place that counts, in every layer."""
-    seen: list[tuple[int, Any]] = []
+    """The keys and values of every place that counts, in every layer, where the row's pages say."""
+    seen: list[tuple[int, Any, Any]] = []
 
-    def look(length: int, drafter: DflashDrafter) -> None:
-        seen.append((length, drafter._model.k_cache.copy()))
+    def look(length: int, drafter: DflashDrafter, pages: Any) -> None:
+        places = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+        made = keys_of(drafter._model.k_cache), values_of(drafter._model.v_cache)
+        seen.append((length, *(part[:, places] for part in made)))
 
-    got, answers = watched(model, dflash, prompts[0], look)
+    first = met_before(prompts[0], 9) if before != "nothing" else []
+    got, answers = watched(model, dflash, prompts[0], look, first)
     drafter = dflash.model
     assert isinstance(drafter, Dflash)
     with torch.no_grad():
         known = drafter.target_in(answers.states)
         everywhere = torch.arange(known.shape[1])
         keys = [drafter.heads.rotate(layer.k(layer.input_norm(known)), everywhere)[0] for layer in drafter.layers]
+        values = [drafter.heads.split(layer.v(layer.input_norm(known)))[0] for layer in drafter.layers]
     checked = 0
-    for length, cache in seen:
+    for length, *caches in seen:
         if len(prompts[0]) <= length < len(prompts[0]) + len(got):
-            for layer, wanted in enumerate(keys):
-                found = keys_of(cache[layer])
-                for place in range(min(length, wanted.shape[1])):
-                    nearest = np.abs(found - wanted[:, place].numpy()).max((1, 2)).min()
-                    assert nearest < 0.02 * np.abs(wanted[:, place].numpy()).max()
+            for found, wanted in zip(caches, (keys, values), strict=True):
+                for layer, one in enumerate(wanted):
+                    last = min(length, one.shape[1])
+                    exact = one[:, :last].numpy().swapaxes(0, 1)
+                    assert np.abs(found[layer][:last] - exact).max() < 0.02 * np.abs(exact).max()
             checked += 1
     assert checked > 5
 
 
 def keys_of(cache: Any) -> Any:
-    """f32[slots, kv_heads, dim] of one layer's keys [pages, kv_heads, dim * page]."""
-    pages, heads, _ = cache.shape
-    return cache.reshape(pages, heads, -1, PAGE).transpose(0, 3, 1, 2).reshape(pages * PAGE, heads, -1)
+    """f32[layers, slots, kv_heads, dim] of keys [layers, pages, kv_heads, dim * page]."""
+    layers, pages, heads, _ = cache.shape
+    return cache.reshape(layers, pages, heads, -1, PAGE).transpose(0, 1, 4, 2, 3).reshape(layers, -1, heads, DIM)
+
+
+def values_of(cache: Any) -> Any:
+    """f32[layers, slots, kv_heads, dim] of values [layers, pages, kv_heads, page * dim]."""
+    layers, pages, heads, _ = cache.shape
+    return cache.reshape(layers, pages, heads, PAGE, -1).transpose(0, 1, 3, 2, 4).reshape(layers, -1, heads, DIM)
 
 
 def audited(model: Path, trainer: Trainer, prompt: list[int], device: AuditDevice) -> AuditDevice:

@@ -150,6 +150,14 @@ BROKEN = {
     "its layers.0.q.weight is": {"layers.0.q.weight": torch.ones((64, 8))},
     "scales do not fit": {"layers.0.q.scale": torch.ones(3)},
     "no tensor layers.0.q.scale": {"layers.0.q.scale": None},
+    "not a list of ids, each larger": {"vocabulary": torch.tensor([0, 2**31 - 1, -(2**31), -1], dtype=torch.int32)},
+    "scales that are not float32": {"layers.0.q.scale": torch.ones(64, dtype=torch.int8)},
+    "layers.0.q.weight has values that are no numbers": {"layers.0.q.scale": torch.full((64,), float("nan"))},
+    "norm.weight has values that are no numbers": {"norm.weight": torch.full((64,), float("inf"))},
+    "its mask is not the id of one token": {"mask": torch.tensor([-1], dtype=torch.int32)},
+    "its mask is not the id": {"mask": torch.tensor([1, 2], dtype=torch.int32)},
+    "tokens is not a list of int32": {"tokens": torch.ones(8)},
+    "no tensor layers.0.q.weight": {f"layers.{'9' * 5000}.q.weight": torch.ones(3), "layers.0.q.weight": None},
 }
 
 

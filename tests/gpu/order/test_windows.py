@@ -144,7 +144,7 @@ def test_drafts_are_switched_off_and_on_with_steps_in_flight(kind: str) -> None:
     for seed in range(4):
         asked, config = workload(seed), windowed(4)
         mill = ServedMill(AdversaryDevice(Eager()), config, asked, drafting=kind)
-        mill.steps.drafting.drafts = lambda rows: int(chance.integers(2)) * 3  # type: ignore[method-assign]
+        mill.steps.drafting.drafts = lambda rows, mixed: int(chance.integers(2)) * 3  # type: ignore[method-assign]
         check(asked, mill.run(), config)
 
 
@@ -154,8 +154,20 @@ def test_the_draft_models_cache_is_right_after_steps_without_drafts(window: int)
     asked = [Asked(prompt=[8, 3], max_new=4 * window + 6)]
     mill = ServedMill(AdversaryDevice(Eager()), roomy(window), asked, drafting="standalone")
     turns = iter([0, 0, 0, *[window - 1] * 40])
-    mill.steps.drafting.drafts = lambda rows: next(turns) if rows else 0  # type: ignore[method-assign]
+    mill.steps.drafting.drafts = lambda rows, mixed: next(turns) if rows else 0  # type: ignore[method-assign]
     check(asked, mill.run(), mill.config)
+    assert accepted(mill) == mill.total("drafted_tokens_total") > 0
+
+
+@pytest.mark.parametrize("window", [2, 4])
+def test_the_draft_models_cache_is_right_after_chunks_hits_and_retractions(window: int) -> None:
+    """It is the target itself, so a draft that is not taken shows a place of its cache that is wrong."""
+    head = [7, 3, 9, 4, 8, 2, 6, 5, 1]
+    asked = [Asked(prompt=[*head, i], max_new=13, arrival=2 * i) for i in range(6)]
+    config = windowed(window, kv_tokens=36 + 2 * window, prefill_chunk=4)
+    mill = ServedMill(AdversaryDevice(Eager()), config, asked, drafting="standalone")
+    check(asked, mill.run(), config)
+    assert mill.total("prefix_hit_tokens_total") > 0 and mill.total("retractions_total") > 0
     assert accepted(mill) == mill.total("drafted_tokens_total") > 0
 
 
