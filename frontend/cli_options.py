@@ -154,7 +154,8 @@ NgramShared = Annotated[
     bool,
     typer.Option(
         "--ngram-shared",
-        help="With --speculate ngram, look in what other requests have read and written as well.",
+        help="With --speculate ngram, look in what other requests have read and written as well. Answers do "
+        "not change, but how many drafts were right tells a client something of what others wrote.",
         rich_help_panel=RUNNING,
     ),
 ]

@@ -3,8 +3,9 @@
 Owns the format: safetensors, in which a matrix is int8 with a float32 scale for each of its rows (`NAME.weight`,
 `NAME.scale`), or any floating type without scales, and everything else float32. `vocabulary` int32[D] has the target's
 ids that can be drafted, ascending; `taps` int32 the target's layers whose states it reads; `mask` int32[1], which
-dflash alone has, the id that stands for an unknown token; `tokens` int32[8] which tokens the target's ids stand for, as
-a digest of all of them. `tools.train_drafter` writes them. Never converts a tensor (gpu.models.drafter_weights does).
+dflash alone has, the id that stands for the first unknown token of a window, those behind it standing for the next
+ones; `tokens` int32[8] which tokens the target's ids stand for, as a digest of all of them. `tools.train_drafter`
+writes them. Never converts a tensor (gpu.models.drafter_weights does).
 """
 
 from __future__ import annotations
@@ -16,10 +17,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.config import ModelInfo
+from shm.limits import WINDOW_MAX
 from shm.safetensors_file import read_file
 from shm.tensor_map import ModelError, TensorEntry
 
 MTP, DFLASH = "mtp", "dflash"
+MASKS_MAX = WINDOW_MAX - 1
 FILE_NAME = "drafter.safetensors"
 # How a layer's tensors are called in the file, by what a Llama calls them.
 LAYER_NAMES = {
@@ -61,8 +64,7 @@ class DrafterFile:
             "target_in.matrix.weight": (size, len(self.taps) * size),
         }
         wanted |= {"norm.weight": (size,), "token_norm.weight": (size,), "target_in.norms": (len(self.taps), size)}
-        if self.kind == MTP:
-            wanted |= {"state_in.weight": (size, size), "state_norm.weight": (size,)}
+        wanted |= {"state_in.weight": (size, size), "state_norm.weight": (size,)}
         shapes = {"q": (heads, size), "k": (kv, size), "v": (kv, size), "o": (size, heads)}
         shapes |= {"gate": (ffn, size), "up": (ffn, size), "down": (size, ffn)}
         for layer in range(self.layers):
@@ -73,7 +75,7 @@ class DrafterFile:
                 raise self._refusal(target, f"its {name} is {list(found)}, but {list(shape)} is needed")
         if max(self.taps) >= target.num_layers:
             raise self._refusal(target, f"it reads layer {max(self.taps)} of a model, which has {target.num_layers}")
-        if (largest := max(int(self.vocabulary[-1]), self.mask)) >= target.vocab_size:
+        if (largest := max(int(self.vocabulary[-1]), self.mask + MASKS_MAX - 1)) >= target.vocab_size:
             raise self._refusal(target, f"it knows ids up to {largest}, and the model has {target.vocab_size}")
 
     def entry(self, name: str) -> TensorEntry:

@@ -2,7 +2,8 @@
 
 Owns its arithmetic and its tensors' names. Places that count are known by the target's states: joined, they give each
 layer the keys and values of a place, without a pass over it. A block is the newest token, whose state nobody knows yet,
-and a mask for each draft; its places see all that counts before it and, both ways, each other.
+and a mask for each draft; its places see all that counts before it and, both ways, each other. Each of them begins with
+the joined states of the place before the block as well, which say more of what comes than all other places together.
 """
 
 import torch
@@ -27,7 +28,7 @@ class Dflash(nn.Module):  # type: ignore[misc]
         mask: int,
     ) -> None:
         """vocabulary: i64[D], the target's ids that can be drafted. size: of the target's last state, usually. mask:
-        the id that stands for an unknown token.
+        the id that stands for the first unknown token; the ids behind it stand for the next ones.
         """
         super().__init__()
         self.info, self.mask = info, mask
@@ -36,9 +37,12 @@ class Dflash(nn.Module):  # type: ignore[misc]
         hidden = info.hidden_size
         self.token_norm = RmsNorm(torch.ones(hidden), info.rms_eps)
         self.token_in = nn.Linear(hidden, hidden, bias=False)
+        self.state_norm = RmsNorm(torch.ones(hidden), info.rms_eps)
+        self.state_in = nn.Linear(hidden, hidden, bias=False)
         self.target_in = StateIn(hidden, taps)
         with torch.no_grad():
             self.token_in.weight.copy_(TOKEN_SHARE * torch.eye(hidden))
+            self.state_in.weight.copy_(torch.eye(hidden))
         first = info.num_layers - layers
         self.layers = nn.ModuleList(Layer(info, weights, first + number, size) for number in range(layers))
         self.norm = RmsNorm(self.target.norm, info.rms_eps)
@@ -53,9 +57,11 @@ class Dflash(nn.Module):  # type: ignore[misc]
         known = self.target_in(answers.states)
         everywhere = torch.arange(known.shape[1])
         newest = answers.tokens.gather(1, answers.places + 1)
-        blocks = torch.full((batch, windows, 1 + drafts), self.mask)
+        blocks = (self.mask - 1 + torch.arange(1 + drafts)).repeat(batch, windows, 1)
         blocks[:, :, 0] = newest
         x = self.token_in(self.token_norm(self.target.embed(blocks))).float()  # [B, A, W, hidden]
+        before = known.gather(1, answers.places[..., None].expand(-1, -1, known.shape[2]))
+        x = x + self.state_in(self.state_norm(before)).float()[:, :, None]
         x = x.flatten(1, 2)
         places = (answers.places[..., None] + 1 + torch.arange(1 + drafts)).flatten(1)
         seen = everywhere <= answers.places.repeat_interleave(1 + drafts, dim=1)[:, None, :, None]
@@ -71,9 +77,9 @@ class Dflash(nn.Module):  # type: ignore[misc]
         q, k = (heads.rotate(part(normed), places) for part in (layer.q, layer.k))
         k, v = (p.repeat_interleave(heads.group, dim=1) for p in (k, heads.split(layer.v(normed))))
         q_block, k, v = (part.unflatten(2, (-1, window)) for part in (q, k, v))  # [B, heads, A, W, dim]
-        before = heads.scores(q, heads.rotate(layer.k(told), torch.arange(known.shape[1])), seen)
+        earlier = heads.scores(q, heads.rotate(layer.k(told), torch.arange(known.shape[1])), seen)
         within = (q_block @ k.transpose(-1, -2)).float().flatten(2, 3) / heads.dim**0.5
-        weights = torch.cat((before, within), dim=-1).softmax(-1)
+        weights = torch.cat((earlier, within), dim=-1).softmax(-1)
         mixed = heads.mix(weights[..., : known.shape[1]], heads.split(layer.v(told)))
         own = weights[..., known.shape[1] :].unflatten(2, (-1, window)) @ v
         mixed = mixed + own.float().flatten(2, 3)

@@ -31,7 +31,7 @@ from procs.model_files import resolve_model
 from procs.model_info import read_model_info
 from procs.tokenizer_files import digest_of, load_tokenizer
 from shm.config import ModelInfo
-from shm.drafter_file import DFLASH, FILE_NAME, MTP
+from shm.drafter_file import DFLASH, FILE_NAME, MASKS_MAX, MTP
 from tools.drafter_data import SPLITS, Example, Writer, default_taps, load_shard, prompts_of, write_shards
 from tools.drafter_dflash import Dflash
 from tools.drafter_loss import accept_length, batches, loss_of, places_of, runs_of
@@ -46,8 +46,8 @@ class Settings:
 
     kind: str = MTP
     model: str = "smollm2-135m-instruct"
-    layers: int = 2  # of dflash
-    mask: int = 5  # of dflash, the id that stands for an unknown token: one that no text holds
+    layers: int = 1  # of dflash
+    mask: int = 20000  # of dflash, the id that stands for the first unknown token; any with vectors of their own do
     drafts: int = 3
     draft_vocabulary: int = 8192
     prompt_tokens: int = 320  # prompts that are longer are left out
@@ -76,6 +76,8 @@ def make_drafter(settings: Settings, info: ModelInfo, vocabulary: Tensor, size: 
     weights, taps = open_weights(info), len(default_taps(info.num_layers))
     if settings.kind == MTP:
         return Mtp(info, weights, vocabulary, taps, size)
+    if not 0 <= settings.mask <= info.vocab_size - MASKS_MAX:
+        raise ValueError(f"--mask: must be 0 to {info.vocab_size - MASKS_MAX}, got {settings.mask}")
     return Dflash(info, weights, vocabulary, taps, size, settings.layers, settings.mask)
 
 

@@ -1,9 +1,9 @@
 """The dflash drafter: one pass over a block of unknown tokens fills the whole window, trained for its target.
 
-Owns no more than its cache, which has the target's pages: behind every pass the target's states give it the keys and
-values of each place, chunks and windows alike. Whatever a row went through, its cache has what it would have without
-drafts, and nothing but that goes from one step to the next. It drafts what it finds likeliest, whatever the
-temperature.
+Owns its cache, which has the target's pages, and a state of each entry: behind every pass the target's states give it
+the keys and values of each place, chunks and windows alike, and the joined states of each row's newest place are what
+the next block begins with. Whatever a row went through, both are what they would be without drafts. It drafts what it
+finds likeliest, whatever the temperature.
 """
 
 from typing import Any, Protocol
@@ -13,7 +13,7 @@ import numpy as np
 from gpu.batch import Batch
 from gpu.device.protocol import Buffer, Device, Regions
 from gpu.drafters.drafter import Launch
-from gpu.kernels.draft_kernels import TrainedKernels
+from gpu.kernels.draft_kernels import Kept, TrainedKernels
 from gpu.kernels.step_kernels import Array, Extents, PassShape, Rows
 from gpu.lanes import Lane
 from shm.config import ServerConfig
@@ -26,6 +26,7 @@ class DflashModel(Protocol):
     k_cache: Array
     v_cache: Array
     vocabulary: Array  # i32[D]
+    residual: Array  # [tokens, hidden]
     mask: int
 
     def know(self, *arguments: Any) -> None:
@@ -44,19 +45,22 @@ class DflashDrafter:
         """target_states: f32[tokens, taps, hidden], what a pass of the target leaves of each token."""
         self._model = model
         self._kernels = kernels
-        rows, drafts = config.max_running, config.window - 1
+        rows, drafts, hidden = config.max_running, config.window - 1, config.model.hidden_size
 
         def buffer(shape: tuple[int, ...], dtype: type[np.generic], name: str) -> Buffer:
             return device.buffer(shape, dtype, f"dflash.{name}")
 
+        self._state = buffer((config.entries, hidden), np.float32, "state")
+        self._work = buffer((rows * config.window, 1, hidden), np.float32, "work")
+        self._places = buffer((rows,), np.int32, "places")
         self._blocks = buffer((rows * config.window,), np.int32, "blocks")
         self._last_seen = buffer((rows * config.window,), np.int32, "last seen")
         self._wanted = buffer((rows * drafts,), np.int32, "wanted")
         self._logits = buffer((rows * drafts, len(model.vocabulary)), np.float32, "logits")
         caches = device.adopt(model.k_cache, "dflash.k_cache"), device.adopt(model.v_cache, "dflash.v_cache")
-        self._caches: Regions = tuple(part.region() for part in caches)
-        work = (self._blocks, self._last_seen, self._wanted, self._logits)
-        self._own: Regions = (*(part.region() for part in work), *self._caches)
+        work = (self._work, self._places, self._blocks, self._last_seen, self._wanted, self._logits)
+        self._own: Regions = tuple(part.region() for part in (self._state, *work, *caches))
+        self._kept = Kept(None, self._state.array)
         self._target = device.adopt(target_states, "target.states")
 
     @property
@@ -67,7 +71,7 @@ class DflashDrafter:
     def draft(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape) -> None:
         """Pass over a block of each row."""
         if shape.decode and shape.window > 1:
-            reads = (*batch.model_inputs, *self._own)
+            reads = (*batch.model_inputs, batch.entries.region(), *self._own)
             launch("draft", self._draft, rows, shape, reads=reads, writes=(batch.tokens.region(), *self._own))
 
     def prefill(
@@ -76,23 +80,26 @@ class DflashDrafter:
         """Nothing: what chunks leave behind is in the target's states."""
 
     def learn(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape, lane: Lane) -> None:
-        """Take the keys and values of all places of the pass from the target's states."""
-        inputs = (batch.tokens, batch.positions, batch.seqs, batch.pages)
-        reads = (*(part.region() for part in inputs), *self.observes)
-        launch("draft extend", self._know, rows, shape, reads=reads, writes=self._caches)
+        """Take the keys and values of all places from the target's states, and keep what blocks begin with."""
+        reads = (*batch.model_inputs, batch.entries.region(), *lane.gained_region, *self.observes, *self._own)
+        launch("draft extend", self._know, rows, lane.counts, shape, reads=reads, writes=self._own)
 
     def _draft(self, rows: Rows, shape: PassShape) -> None:
         count, window, model, kernels = shape.decode, shape.window, self._model, self._kernels
         tokens, drafts = count * window, count * (window - 1)
         blocks, last, wanted = self._blocks.array[:tokens], self._last_seen.array[:tokens], self._wanted.array[:drafts]
+        states, logits = self._work.array[:tokens], self._logits.array[:drafts]
         kernels.lay_blocks(rows, shape, model.mask, blocks, last, wanted)
-        logits = self._logits.array[:drafts]
+        kernels.recall(self._kept, rows, shape, states)
         passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[:count])
         extents = Extents(rows.starts[: count + 1], rows.ends[:count], window)
-        model.draft(last, blocks, *passed, wanted, logits, extents)
+        model.draft(states, last, blocks, *passed, wanted, logits, extents)
         kernels.put_drafts(logits, model.vocabulary, rows.tokens, window, 1, window - 1)
 
-    def _know(self, rows: Rows, shape: PassShape) -> None:
+    def _know(self, rows: Rows, counts: Array, shape: PassShape) -> None:
         tokens, nothing = shape.tokens, (self._wanted.array[:0], self._logits.array[:0])
+        places = self._places.array[: shape.gainers]
         passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[: shape.rows])
         self._model.know(self._target.array[:tokens], rows.tokens[:tokens], *passed, *nothing)
+        self._kernels.newest_places(counts, rows, shape, places)
+        self._kernels.keep(self._kept, rows.entries[: shape.gainers], None, self._model.residual, places)

@@ -67,10 +67,10 @@ def check_tail(tail: Tail, plane: tuple[int, ...]) -> None:
 
 
 class Kept(NamedTuple):
-    """What mtp keeps of every entry for its next step. Entry 0 is padding: what it holds may be anything."""
+    """What a trained drafter keeps of every entry for its next step. What entry 0 (padding) holds may be anything."""
 
-    first: Array  # i32[entries] the first draft
-    states: Array  # f32[entries, hidden] the state that the second one begins with
+    first: Array | None  # i32[entries] the first draft, where it is known by then
+    states: Array  # f32[entries, hidden] the state that the others begin with
 
 
 class TrainedKernels(Columns, Protocol):
@@ -84,10 +84,14 @@ class TrainedKernels(Columns, Protocol):
         """
 
     def recall(self, kept: Kept, rows: Rows, shape: PassShape, states: Array) -> None:
-        """For each decode row its first draft, into rows.tokens, and states f32[decode, 1, hidden]."""
+        """For each decode row its first draft, if there is one, into rows.tokens, and its state, once or once for each
+        token of its window, into states f32[decode or decode * window, 1, hidden].
+        """
 
-    def keep(self, kept: Kept, entries: Array, best: Array, residual: Array, places: Array) -> None:
-        """Keep best i32[gainers] and residual [tokens, hidden] at places i32[gainers] for entries i32[gainers]."""
+    def keep(self, kept: Kept, entries: Array, best: Array | None, residual: Array, places: Array) -> None:
+        """Keep best i32[gainers], where first drafts are kept, and residual [tokens, hidden] at places i32[gainers] for
+        entries i32[gainers].
+        """
 
     def copy_states(self, residual: Array, states: Array) -> None:
         """states f32[R, 1, hidden] = residual [R, hidden]."""
@@ -111,6 +115,7 @@ class TrainedKernels(Columns, Protocol):
     def lay_blocks(
         self, rows: Rows, shape: PassShape, mask: int, blocks: Array, last_seen: Array, wanted: Array
     ) -> None:
-        """blocks i32[decode * window]: the newest token of each decode row, and `mask` behind it. last_seen, as long:
-        the position of the last one. wanted i32[decode * (window - 1)]: the places of the masks.
+        """blocks i32[decode * window]: the newest token of each decode row, and the masks `mask`, `mask` + 1, ...
+        behind it. last_seen, as long: the position of the last one. wanted i32[decode * (window - 1)]: the places of
+        the masks.
         """

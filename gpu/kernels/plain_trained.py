@@ -16,16 +16,20 @@ def put_drafts(logits: Array, vocabulary: Array, target: Array, window: int, pla
 
 def recall(kept: Kept, rows: Rows, shape: PassShape, states: Array) -> None:
     """First drafts and states of decode rows."""
+    each = len(states) // max(1, shape.decode)
     for i, entry in enumerate(rows.entries[: shape.decode].tolist()):
-        rows.tokens[i * shape.window + 1] = kept.first[entry]
-        states[i, 0] = kept.states[entry]
+        if kept.first is not None:
+            rows.tokens[i * shape.window + 1] = kept.first[entry]
+        states[i * each : (i + 1) * each, 0] = kept.states[entry]
 
 
-def keep(kept: Kept, entries: Array, best: Array, residual: Array, places: Array) -> None:
+def keep(kept: Kept, entries: Array, best: Array | None, residual: Array, places: Array) -> None:
     """What each gaining row begins its next step with."""
     for i, entry in enumerate(entries.tolist()):
         if entry:
-            kept.first[entry], kept.states[entry] = best[i], residual[places[i]]
+            kept.states[entry] = residual[places[i]]
+            if kept.first is not None and best is not None:
+                kept.first[entry] = best[i]
 
 
 def next_tokens(rows: Rows, targets: Array, tails: Array, shape: PassShape, out: Array) -> None:
@@ -52,7 +56,7 @@ def lay_blocks(rows: Rows, shape: PassShape, mask: int, blocks: Array, last_seen
     places = []
     for t in range(shape.decode * shape.window):
         place = t % shape.window
-        blocks[t] = mask if place else rows.tokens[t]
+        blocks[t] = mask + place - 1 if place else rows.tokens[t]
         last_seen[t] = rows.positions[t] + shape.window - 1 - place
         places += [t] if place else []
     wanted[: len(places)] = places

@@ -57,12 +57,14 @@ class HostTrainedKernels(HostColumns):
     def recall(self, kept: Kept, rows: Rows, shape: PassShape, states: Array) -> None:
         """See `TrainedKernels`."""
         entries: Any = rows.entries[: shape.decode]
-        rows.tokens[1 : shape.decode * shape.window : shape.window] = kept.first[entries]
-        np.take(kept.states, entries, axis=0, out=states[:, 0])
+        if kept.first is not None:
+            rows.tokens[1 : shape.decode * shape.window : shape.window] = kept.first[entries]
+        states.reshape(shape.decode, -1, states.shape[2])[:] = kept.states[entries][:, None]
 
-    def keep(self, kept: Kept, entries: Array, best: Array, residual: Array, places: Array) -> None:
+    def keep(self, kept: Kept, entries: Array, best: Array | None, residual: Array, places: Array) -> None:
         """See `TrainedKernels`."""
-        kept.first[entries] = best
+        if kept.first is not None:
+            kept.first[entries] = best
         kept.states[entries] = residual[places]
 
     def copy_states(self, residual: Array, states: Array) -> None:
@@ -92,7 +94,7 @@ class HostTrainedKernels(HostColumns):
         """See `TrainedKernels`."""
         count, window = shape.decode, shape.window
         tokens = count * window
-        blocks.fill(mask)
+        blocks.reshape(count, window)[:] = mask - 1 + np.arange(window, dtype=np.int32)
         blocks[::window] = rows.tokens[:tokens:window]
         last_seen.reshape(count, window)[:] = rows.positions[window - 1 : tokens : window, None]
         wanted.reshape(count, window - 1)[:] = np.arange(tokens, dtype=np.int32).reshape(count, window)[:, 1:]

@@ -42,13 +42,15 @@ def best_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def recall_kernel(  # type: ignore[no-untyped-def]
     first, states, entries, tokens, out,
-    ENTRIES: tl.constexpr, WINDOW: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, FIRST: tl.constexpr,
+    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """One decode row a program: the first draft and the state of its entry."""
+    """One state a program, EACH of a decode row: the state of its entry, and (FIRST) its first draft."""
     i = tl.program_id(0)
-    entry = tl.load(entries + i)
+    entry = tl.load(entries + i // EACH)
     entry = tl.where((entry >= 0) & (entry < ENTRIES), entry, 0)
-    tl.store(tokens + i * WINDOW + 1, tl.load(first + entry))
+    if FIRST:
+        tl.store(tokens + i * WINDOW + 1, tl.load(first + entry))
     column = tl.arange(0, BLOCK)
     state = tl.load(states + entry.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
     tl.store(out + i.to(tl.int64) * WIDTH + column, state, mask=column < WIDTH)
@@ -57,13 +59,14 @@ def recall_kernel(  # type: ignore[no-untyped-def]
 @triton.jit
 def keep_kernel(  # type: ignore[no-untyped-def]
     first, states, entries, best, residual, places,
-    ENTRIES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    ENTRIES: tl.constexpr, TOKENS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One gaining row a program: what its entry begins the next step with. residual has TOKENS rows."""
     i = tl.program_id(0)
     entry, place = tl.load(entries + i), tl.load(places + i)
     sound = (entry > 0) & (entry < ENTRIES) & (place >= 0) & (place < TOKENS)
-    tl.store(first + entry, tl.load(best + i), mask=sound)
+    if FIRST:
+        tl.store(first + entry, tl.load(best + i), mask=sound)
     column = tl.arange(0, BLOCK)
     inside = sound & (column < WIDTH)
     state = tl.load(residual + place.to(tl.int64) * WIDTH + column, mask=inside, other=0.0)
@@ -116,7 +119,7 @@ def blocks_kernel(  # type: ignore[no-untyped-def]
     t = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
     given, row, place = t < total, t // WINDOW, t % WINDOW
     newest = tl.load(tokens + t, mask=given & (place == 0), other=0)
-    tl.store(blocks + t, tl.where(place == 0, newest, mask), mask=given)
+    tl.store(blocks + t, tl.where(place == 0, newest, mask + place - 1), mask=given)
     last = tl.load(positions + row * WINDOW + WINDOW - 1, mask=given, other=0)
     tl.store(last_seen + t, last, mask=given)
     tl.store(wanted + t - row - 1, t, mask=given & (place > 0))
@@ -140,21 +143,28 @@ class TritonTrainedKernels(TorchColumns):
         """Queue what decode rows begin with."""
         entries, width = kept.states.shape
         assert shape.window > 1 and shape.decode * shape.window <= rows.tokens.shape[0]
-        assert states.shape == (shape.decode, 1, width) and states.is_contiguous()
-        if shape.decode:
-            recall_kernel[(shape.decode,)](
-                *(*kept, rows.entries, rows.tokens, states),
-                **recall_constants(entries, shape.window, width),
-                num_warps=WARPS,
-            )
+        if not shape.decode:
+            return
+        each, has_first = states.shape[0] // shape.decode, kept.first is not None
+        assert each in (1, shape.window) and (each == 1 or not has_first)
+        assert states.shape == (shape.decode * each, 1, width) and states.is_contiguous()
+        first = kept.first if has_first else rows.tokens  # which is not looked at then
+        recall_kernel[(shape.decode * each,)](
+            *(first, kept.states, rows.entries, rows.tokens, states),
+            **recall_constants(entries, shape.window, each, has_first, width),
+            num_warps=WARPS,
+        )
 
-    def keep(self, kept: Kept, entries: Array, best: Array, residual: Array, places: Array) -> None:
+    def keep(self, kept: Kept, entries: Array, best: Array | None, residual: Array, places: Array) -> None:
         """Queue what gaining rows leave for the next step."""
         count, (known, width) = entries.shape[0], kept.states.shape
-        assert count <= min(best.shape[0], places.shape[0]) and residual.is_contiguous()
+        has_first = kept.first is not None and best is not None
+        assert count <= places.shape[0] and residual.is_contiguous()
+        first, best = (kept.first, best) if has_first else (places, places)  # which are not looked at then
         if count:
-            constants = keep_constants(known, residual.shape[0], width)
-            keep_kernel[(count,)](*kept, entries, best, residual, places, **constants, num_warps=WARPS)
+            constants = keep_constants(known, residual.shape[0], has_first, width)
+            given = (first, kept.states, entries, best, residual, places)
+            keep_kernel[(count,)](*given, **constants, num_warps=WARPS)
 
     def copy_states(self, residual: Array, states: Array) -> None:
         """Queue the copy."""
@@ -211,14 +221,16 @@ def best_constants(width: int) -> dict[str, Any]:
     return {"WIDTH": width, "BLOCK": min(LOGITS_BLOCK, triton.next_power_of_2(width))}
 
 
-def recall_constants(entries: int, window: int, width: int) -> dict[str, Any]:
+def recall_constants(entries: int, window: int, each: int, first: bool, width: int) -> dict[str, Any]:
     """Of `recall_kernel`. width: of a state."""
-    return {"ENTRIES": entries, "WINDOW": window, "WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+    shape = {"ENTRIES": entries, "WINDOW": window, "EACH": each, "FIRST": first}
+    return {**shape, "WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
 
 
-def keep_constants(entries: int, tokens: int, width: int) -> dict[str, Any]:
+def keep_constants(entries: int, tokens: int, first: bool, width: int) -> dict[str, Any]:
     """Of `keep_kernel`."""
-    return {"ENTRIES": entries, "TOKENS": tokens, "WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+    shape = {"ENTRIES": entries, "TOKENS": tokens, "FIRST": first}
+    return {**shape, "WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
 
 
 def behind_constants(chunks: int) -> dict[str, Any]:
@@ -255,9 +267,11 @@ def _specs() -> list[KernelSpec]:
     for layout, (entries, _), chunk in spec_layouts():
         tokens = layout.max_running * most + chunk
         specs += [
-            _specify(recall_kernel, recall_constants(entries, most, SPEC_HIDDEN), out="*fp32"),
-            _specify(keep_kernel, keep_constants(entries, tokens, SPEC_HIDDEN), residual="*bf16"),
-            _specify(keep_kernel, keep_constants(entries, tokens, SPEC_HIDDEN), residual="*fp32"),
+            _specify(recall_kernel, recall_constants(entries, most, 1, True, SPEC_HIDDEN), out="*fp32"),
+            _specify(recall_kernel, recall_constants(entries, most, most, False, SPEC_HIDDEN), out="*fp32"),
+            _specify(keep_kernel, keep_constants(entries, tokens, True, SPEC_HIDDEN), residual="*bf16"),
+            _specify(keep_kernel, keep_constants(entries, tokens, True, SPEC_HIDDEN), residual="*fp32"),
+            _specify(keep_kernel, keep_constants(entries, tokens, False, SPEC_HIDDEN), residual="*fp32"),
             _specify(behind_kernel, behind_constants(layout.max_running)),
         ]
     return specs

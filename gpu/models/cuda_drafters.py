@@ -56,6 +56,8 @@ class _CudaDrafter(CudaLlama):
         self._token_in = loader.matrix(["token_in.weight"], [hidden], hidden)
         self._target_norms = loader.vector("target_in.norms", parts, hidden)
         self._target_in = loader.matrix(["target_in.matrix.weight"], [hidden], parts * hidden)
+        self._state_norm = loader.vector("state_norm.weight", hidden)[None]
+        self._state_in = loader.matrix(["state_in.weight"], [hidden], hidden)
         self.embedding = target.embedding
         self.head = target.head.t()[self.vocabulary.long()].t()
         self._joined = torch.zeros(self.max_tokens * parts * hidden, dtype=self.head.dtype, device=self.head.device)
@@ -75,29 +77,6 @@ class _CudaDrafter(CudaLlama):
         triton_rows.rmsnorm(states.view(count * parts, hidden), norms, self.info.rms_eps, joined)
         torch.mm(joined.view(count, parts * hidden), matrix, out=out)
 
-    def _padding_states(self, count: int, parts: int) -> Tensor:
-        return torch.zeros((count, parts, self.info.hidden_size), device=self.head.device)
-
-
-class CudaMtp(_CudaDrafter):
-    """One layer, see `HostMtp`."""
-
-    def _load(self, loader: Loader, progress: Progress | None) -> None:
-        super()._load(loader, progress)
-        hidden = self.info.hidden_size
-        self._state_norm = loader.vector("state_norm.weight", hidden)[None]
-        self._state_in = loader.matrix(["state_in.weight"], [hidden], hidden)
-
-    def follow(self, states: Tensor, *given: Any) -> None:
-        """A pass behind the target's: states f32[T, taps, hidden]; then what `CudaLlama.forward` is given, where
-        tokens i32[T] are those behind the places, and logits f32[S, D].
-        """
-        self._join(states, self._target_norms, self._target_in, *given)
-
-    def draft(self, states: Tensor, *given: Any) -> None:
-        """A pass behind its own: states f32[T, 1, hidden], a copy of what that left in `residual`."""
-        self._join(states, self._state_norm, self._state_in, *given)
-
     def _join(
         self,
         states: Tensor,
@@ -110,13 +89,32 @@ class CudaMtp(_CudaDrafter):
         logit_rows: Tensor,
         logits: Tensor,
         extents: Extents,
+        last_seen: Tensor | None = None,
     ) -> None:
+        """A pass that begins with tokens and states. last_seen: see `CudaDflash.draft`."""
         work = self._room(len(tokens), len(logit_rows))
         self._take_tokens(tokens, work)
         self._take_states(states, norms, matrix, work.added)
         first_norm = self._layers[0].input_norm
         triton_rows.add_rmsnorm(work.added, work.residual, first_norm, self.info.rms_eps, work.normed)
-        self._run(work, positions, seqs, page_rows, logit_rows, logits, extents)
+        self._run(work, positions, seqs, page_rows, logit_rows, logits, extents, last_seen)
+
+    def _padding_states(self, count: int, parts: int) -> Tensor:
+        return torch.zeros((count, parts, self.info.hidden_size), device=self.head.device)
+
+
+class CudaMtp(_CudaDrafter):
+    """One layer, see `HostMtp`."""
+
+    def follow(self, states: Tensor, *given: Any) -> None:
+        """A pass behind the target's: states f32[T, taps, hidden]; then what `CudaLlama.forward` is given, where
+        tokens i32[T] are those behind the places, and logits f32[S, D].
+        """
+        self._join(states, self._target_norms, self._target_in, *given)
+
+    def draft(self, states: Tensor, *given: Any) -> None:
+        """A pass behind its own: states f32[T, 1, hidden], a copy of what that left in `residual`."""
+        self._join(states, self._state_norm, self._state_in, *given)
 
     def _pass_padding(self, *given: Any) -> None:
         self.follow(self._padding_states(len(given[0]), len(self._file.taps)), *given)
@@ -149,25 +147,12 @@ class CudaDflash(_CudaDrafter):
                 *(None, None, eps, work.queries[:, :0], layer.k_cache, layer.v_cache),
             )
 
-    def draft(
-        self,
-        last_seen: Tensor,
-        tokens: Tensor,
-        positions: Tensor,
-        seqs: Tensor,
-        page_rows: Tensor,
-        logit_rows: Tensor,
-        logits: Tensor,
-        extents: Extents,
-    ) -> None:
-        """A pass over blocks: i32[T], the last position of each token's block; then what `CudaLlama.forward` is given,
-        logits f32[S, D].
+    def draft(self, states: Tensor, last_seen: Tensor, *given: Any) -> None:
+        """A pass over blocks: f32[T, 1, hidden], what a token's block begins with, and i32[T], its last position; then
+        what `CudaLlama.forward` is given, logits f32[S, D].
         """
-        work = self._room(len(tokens), len(logit_rows))
-        self._take_tokens(tokens, work)
-        triton_rows.rmsnorm(work.residual, self._layers[0].input_norm, self.info.rms_eps, work.normed)
-        self._run(work, positions, seqs, page_rows, logit_rows, logits, extents, last_seen)
+        self._join(states, self._state_norm, self._state_in, *given, last_seen)
 
     def _pass_padding(self, *given: Any) -> None:
         self.know(self._padding_states(len(given[0]), len(self._file.taps)), *given)
-        self.draft(given[1], *given)
+        self.draft(self._padding_states(len(given[0]), 1), given[1], *given)

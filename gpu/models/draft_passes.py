@@ -1,8 +1,8 @@
 """Passes of trained drafters, as native jobs: like the target's own, with other beginnings and other ends.
 
-Owns the order of their phases, by the rules of `passes`. A pass of mtp joins tokens and states; a pass of dflash has
-tokens alone, of which each may see others behind it; and `know` gives all layers of dflash the keys and values of
-places whose states are there, without attention and without an end.
+Owns the order of their phases, by the rules of `passes`. A pass of mtp, or over blocks of dflash, joins tokens and
+states; and `know` gives all layers of dflash the keys and values of places whose states are there, without attention
+and without an end.
 """
 
 from __future__ import annotations
@@ -72,49 +72,28 @@ def _make_know(
     return run_know
 
 
-_mtp_int8, _mtp_bfloat16, _mtp_float32 = (
+_joined_int8, _joined_bfloat16, _joined_float32 = (
     make_pass(*PARTS[dtype], tokens_in=True, states_in=True) for dtype in (INT8, BFLOAT16, FLOAT32)
-)
-_block_int8, _block_bfloat16, _block_float32 = (
-    make_pass(*PARTS[dtype], tokens_in=True) for dtype in (INT8, BFLOAT16, FLOAT32)
 )
 _know_int8, _know_bfloat16, _know_float32 = (_make_know(*PARTS[dtype]) for dtype in (INT8, BFLOAT16, FLOAT32))
 
 
 @entry
-def mtp_int8(worker: int, block: int, control: int, first: int) -> None:
-    """Job: a pass of mtp with int8 weights."""
-    _mtp_int8(worker, block, control, first)
+def joined_int8(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass that joins tokens and states, with int8 weights."""
+    _joined_int8(worker, block, control, first)
 
 
 @entry
-def mtp_bfloat16(worker: int, block: int, control: int, first: int) -> None:
-    """Job: a pass of mtp with bfloat16 weights."""
-    _mtp_bfloat16(worker, block, control, first)
+def joined_bfloat16(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass that joins tokens and states, with bfloat16 weights."""
+    _joined_bfloat16(worker, block, control, first)
 
 
 @entry
-def mtp_float32(worker: int, block: int, control: int, first: int) -> None:
-    """Job: a pass of mtp with float32 weights."""
-    _mtp_float32(worker, block, control, first)
-
-
-@entry
-def block_int8(worker: int, block: int, control: int, first: int) -> None:
-    """Job: a pass of dflash with int8 weights."""
-    _block_int8(worker, block, control, first)
-
-
-@entry
-def block_bfloat16(worker: int, block: int, control: int, first: int) -> None:
-    """Job: a pass of dflash with bfloat16 weights."""
-    _block_bfloat16(worker, block, control, first)
-
-
-@entry
-def block_float32(worker: int, block: int, control: int, first: int) -> None:
-    """Job: a pass of dflash with float32 weights."""
-    _block_float32(worker, block, control, first)
+def joined_float32(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass that joins tokens and states, with float32 weights."""
+    _joined_float32(worker, block, control, first)
 
 
 @entry
@@ -135,6 +114,5 @@ def know_float32(worker: int, block: int, control: int, first: int) -> None:
     _know_float32(worker, block, control, first)
 
 
-MTP = {INT8: mtp_int8, BFLOAT16: mtp_bfloat16, FLOAT32: mtp_float32}
-BLOCK = {INT8: block_int8, BFLOAT16: block_bfloat16, FLOAT32: block_float32}
+JOINED = {INT8: joined_int8, BFLOAT16: joined_bfloat16, FLOAT32: joined_float32}
 KNOW = {INT8: know_int8, BFLOAT16: know_bfloat16, FLOAT32: know_float32}

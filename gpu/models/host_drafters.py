@@ -58,7 +58,8 @@ class _HostDrafter(HostLlama):
             self._target_in = self._pack(weights, ["target_in.matrix.weight"], [hidden], self.parts * hidden)
             norms[ends], norms[ends + 1] = weights.tensor("model.norm.weight"), weights.tensor("token_norm.weight")
             norms[ends + 3 :] = weights.tensor("target_in.norms")
-            self._load_more(weights, norms[ends + 2])
+            self._state_in = self._pack(weights, ["state_in.weight"], [hidden], hidden)
+            norms[ends + 2] = weights.tensor("state_norm.weight")
         except ValueError as error:
             raise ModelError(f"the drafter is not one of {info.name}: {error}") from None
         self._set_matrix(words.TOKEN_IN, self._token_in)
@@ -67,9 +68,6 @@ class _HostDrafter(HostLlama):
         self._set_matrix(words.HEAD, self._pack(_Given(self._head), ["head"], [rows], hidden))
         self._set(words.HEAD_ROWS, rows)
         del self._head
-
-    def _load_more(self, weights: Any, norm: Float32) -> None:
-        """Load what one kind has alone. norm: f32[hidden], of its own states, to be filled."""
 
     def _join(self, states: Float32, parts: int, norm: int, matrix: tuple[int, int]) -> None:
         """Say which states the next pass begins with: f32[T, parts, hidden], by which norm and which matrix."""
@@ -93,13 +91,8 @@ class HostMtp(_HostDrafter):
     def __init__(self, target: HostLlama, target_head: Float32, file: DrafterFile) -> None:
         """See above."""
         super().__init__(target, target_head, file)
-        self._pass = draft_passes.MTP[target.dtype]
+        self._pass = draft_passes.JOINED[target.dtype]
         self._pass.compile()
-
-    def _load_more(self, weights: Any, norm: Float32) -> None:
-        hidden = self.info.hidden_size
-        self._state_in = self._pack(weights, ["state_in.weight"], [hidden], hidden)
-        norm[:] = weights.tensor("state_norm.weight")
 
     def follow(self, states: Float32, *given: Any) -> None:
         """A pass behind the target's: states f32 [T, taps, hidden]; then what `HostLlama.forward` is given, where
@@ -115,13 +108,15 @@ class HostMtp(_HostDrafter):
 
 
 class HostDflash(_HostDrafter):
-    """A few layers over a block: the newest token and a mask for every draft, all of which see each other."""
+    """A few layers over a block: the newest token and a mask for every draft, all of which see each other. They begin
+    with what `know` has left in `residual` of the place before the block.
+    """
 
     def __init__(self, target: HostLlama, target_head: Float32, file: DrafterFile) -> None:
         """See above."""
         super().__init__(target, target_head, file)
         self.mask = file.mask
-        self._pass = self._block_pass = draft_passes.BLOCK[target.dtype]
+        self._pass = self._block_pass = draft_passes.JOINED[target.dtype]
         self._know = draft_passes.KNOW[target.dtype]
         self._pass.compile()
         self._know.compile()
@@ -139,6 +134,7 @@ class HostDflash(_HostDrafter):
 
     def draft(
         self,
+        states: Float32,
         last_seen: Int32,
         tokens: Int32,
         positions: Int32,
@@ -148,9 +144,10 @@ class HostDflash(_HostDrafter):
         logits: Float32,
         extents: Any = None,
     ) -> None:
-        """A pass over blocks: int32 [T], the last position of each token's block; then what `HostLlama.forward` is
-        given, logits float32 [S, D].
+        """A pass over blocks: float32 [T, 1, hidden], what a token's block begins with, and int32 [T], its last
+        position; then what `HostLlama.forward` is given, logits float32 [S, D].
         """
+        self._join(states, 1, 2, self._state_in)
         self.forward(tokens, positions, seqs, page_rows, logit_rows, logits, extents, last_seen)
 
 

@@ -113,7 +113,7 @@ def test_no_pass_of_a_warm_drafter_compiles(
             mtp.follow(states[:tokens], *given)
             mtp.draft(states[:tokens], *given)
             dflash.know(states[:tokens], *given)
-            dflash.draft(ints(TOKENS)[:tokens], *given)
+            dflash.draft(states[:tokens], ints(TOKENS)[:tokens], *given)
 
     assert new_of(mtp.warm) and new_of(dflash.warm) == {"rope_kernel"}, "keys alone"
     assert not new_of(all_passes)
@@ -216,6 +216,7 @@ def test_trained_drafters_have_one_variant_of_each_window_for_all_steps(driver: 
         shape = PassShape(decode, chunks, decode * window + chunks * size, chunks, max(window, size), window)
         if window > 1 and decode:
             kernels.recall(kept, rows, shape, torch.zeros(decode, 1, 64))
+            kernels.recall(kept._replace(first=None), rows, shape, torch.zeros(decode * window, 1, 64))
             kernels.lay_blocks(rows, shape, decode, *(ints(decode * window) for _ in range(3)))
             for place in range(1, window):
                 kernels.put_drafts(torch.zeros(decode, 100), ints(100), rows.tokens, window, place)
@@ -224,6 +225,7 @@ def test_trained_drafters_have_one_variant_of_each_window_for_all_steps(driver: 
         kernels.newest_places(counts, rows, shape, places)
         kernels.put_drafts(torch.zeros(shape.gainers, 100), ints(100), best, 1, 0)
         kernels.keep(kept, rows.entries[: shape.gainers], best, residual, places)
+        kernels.keep(kept._replace(first=None), rows.entries[: shape.gainers], None, residual, places)
 
     a_step(1, 0, 1)  # what the warm-up does
     a_step(1, 0, window)

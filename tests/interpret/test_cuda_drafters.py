@@ -111,15 +111,16 @@ def test_dflash_fills_a_block_as_in_torch(folder: Path, dflash: Trained, dtype: 
         passed, extents = places(first, end)
         given = answers.states[0, first:end].contiguous()
         drafter.know(given, passed[0], *passed, ints([]), none, extents)
-    blocks = ints([int(answers.tokens[0, begin + 1]), *[drafter.mask] * DRAFTS])
+    before = drafter.residual[begin - 6].float().expand(window, 1, -1).contiguous()
+    blocks = ints([int(answers.tokens[0, begin + 1]), *range(drafter.mask, drafter.mask + DRAFTS)])
     passed, extents = places(begin + 1, begin + 1 + window)
     logits, last = torch.zeros(DRAFTS, len(drafter.vocabulary)), ints([begin + window] * window)
-    drafter.draft(last, blocks, *passed, ints(range(1, window)), logits, extents)
+    drafter.draft(before, last, blocks, *passed, ints(range(1, window)), logits, extents)
     for number in range(DRAFTS):
         near(drafter.residual[1 + number], states[number], tolerance)
         near(logits[number], wanted[number], tolerance)
     causal = torch.zeros_like(logits)
-    drafter.draft(passed[0], blocks, *passed, ints(range(1, window)), causal, extents)
+    drafter.draft(before, passed[0], blocks, *passed, ints(range(1, window)), causal, extents)
     if dtype == "float32":
         assert far(causal[0], wanted[0]) > 30 * tolerance, "what lies behind counts"
 

@@ -164,6 +164,32 @@ def test_what_is_kept_is_recalled_the_same_on_all_three(seed: int) -> None:
     np.testing.assert_array_equal(seen.written(rows.tokens), written)
 
 
+@pytest.mark.parametrize("seed", range(4))
+def test_states_alone_are_recalled_for_whole_windows(seed: int) -> None:
+    """As dflash has them: no first draft is kept, and every token of a block begins with its row's state."""
+    window = 2 + seed % 3
+    world = random_world(np.random.default_rng(seed), window)
+    shape, rng = world.shape, np.random.default_rng(9)
+    residual = rng.standard_normal((shape.tokens + 2, HIDDEN)).astype(np.float32)
+    places = rng.integers(0, shape.tokens, shape.gainers).astype(np.int32)
+    kept = [Kept(None, world.kept.states.copy()) for _ in range(3)]
+    states = [np.full((shape.decode * window, 1, HIDDEN), np.nan, np.float32) for _ in kept]
+    entries = world.rows.entries[: shape.gainers]
+    for kernels, one, recalled in ((plain_trained, kept[0], states[0]), (HOST, kept[1], states[1])):
+        kernels.keep(one, entries, None, residual, places)
+        kernels.recall(one, world.rows, shape, recalled)
+    made, given = tensors(world.rows), torch.from_numpy(states[2])
+    there = Kept(None, torch.from_numpy(kept[2].states))
+    with trace() as seen:
+        CUDA.keep(there, made.entries[: shape.gainers], None, torch.from_numpy(residual), torch.from_numpy(places))
+        CUDA.recall(there, made, shape, given)
+    live = np.repeat(world.rows.entries[: shape.decode] > 0, window)
+    for one, recalled in zip(kept[1:], states[1:], strict=True):
+        np.testing.assert_array_equal(one.states[1:], kept[0].states[1:])
+        np.testing.assert_array_equal(recalled[live], states[0][live])
+    assert not any(seen.written(array).any() for array in made), "no token is drafted by that"
+
+
 @pytest.mark.parametrize("width", [1, 7, 8, 21])
 @pytest.mark.parametrize("each", [1, 2])
 def test_the_likeliest_tokens_are_the_same_on_all_three(width: int, each: int) -> None:

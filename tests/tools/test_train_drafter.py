@@ -56,7 +56,7 @@ def source(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def settings(model: Path, **changes: Any) -> Settings:
     small = Settings(
         model=str(model), drafts=2, draft_vocabulary=200, prompt_tokens=60, answer_tokens=12, batch=4, shards=3,
-        shard_batches=1, held_out_batches=1, step_tokens=60, epochs=6.0, rate=1e-2, threads=1,
+        shard_batches=1, held_out_batches=1, step_tokens=60, epochs=6.0, rate=1e-2, threads=1, mask=5,
     )  # fmt: skip
     return replace(small, **changes)
 
@@ -274,6 +274,12 @@ def test_it_learns_goes_on_where_it_stopped_and_ships(model: Path, source: Path,
     (tmp_path / "data" / "made.json").unlink()
     with pytest.raises(ValueError, match=r"has no made.json"):
         write_data(wanted, source, tmp_path / "data")
+
+
+def test_masks_have_to_be_tokens_of_the_model(model: Path) -> None:
+    info = read_model_info(model)
+    with pytest.raises(ValueError, match="--mask: must be 0 to"):
+        make_drafter(settings(model, kind="dflash", mask=info.vocab_size - 14), info, torch.arange(9), 1.0)
 
 
 def test_what_cannot_be_is_one_clear_line(source: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -50,7 +50,7 @@ def trained(model: Path, folder: Path, kind: str) -> Trainer:
     (folder / "talk.json").write_text(json.dumps(TALK))
     settings = Settings(
         kind=kind, model=str(model), drafts=2, draft_vocabulary=300, prompt_tokens=60, answer_tokens=24, batch=8,
-        shards=2, shard_batches=1, held_out_batches=1, step_tokens=200, epochs=25.0, rate=4e-3, threads=1,
+        shards=2, shard_batches=1, held_out_batches=1, step_tokens=200, epochs=25.0, rate=4e-3, threads=1, mask=5,
     )  # fmt: skip
     made = Trainer(settings, folder, write_data(settings, folder / "talk.json", folder / "data"))
     made.run()
@@ -225,13 +225,15 @@ def test_mtp_shares_no_page_whose_next_token_is_another(model: Path, mtp: Traine
 def test_the_cache_of_dflash_is_what_torch_makes_of_the_whole_text(
     model: Path, dflash: Trainer, prompts: list[list[int]], before: str
 ) -> None:
-    """The keys and values of every place that counts, in every layer, where the row's pages say."""
-    seen: list[tuple[int, Any, Any]] = []
+    """The keys and values of every place that counts, in every layer, where the row's pages say; and what the next
+    block begins with.
+    """
+    seen: list[tuple[Any, ...]] = []
 
     def look(length: int, drafter: DflashDrafter, pages: Any) -> None:
         places = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
         made = keys_of(drafter._model.k_cache), values_of(drafter._model.v_cache)
-        seen.append((length, *(part[:, places] for part in made)))
+        seen.append((length, drafter._state.array[1].copy(), *(part[:, places] for part in made)))
 
     first = met_before(prompts[0], 9) if before != "nothing" else []
     got, answers = watched(model, dflash, prompts[0], look, first)
@@ -243,8 +245,10 @@ def test_the_cache_of_dflash_is_what_torch_makes_of_the_whole_text(
         keys = [drafter.heads.rotate(layer.k(layer.input_norm(known)), everywhere)[0] for layer in drafter.layers]
         values = [drafter.heads.split(layer.v(layer.input_norm(known)))[0] for layer in drafter.layers]
     checked = 0
-    for length, *caches in seen:
-        if len(prompts[0]) <= length < len(prompts[0]) + len(got):
+    for length, state, *caches in seen:
+        if len(prompts[0]) <= length < min(len(prompts[0]) + len(got), known.shape[1]):
+            joined = known[0, length - 1].numpy()
+            assert np.abs(state - joined).max() < 0.02 * np.abs(joined).max()
             for found, wanted in zip(caches, (keys, values), strict=True):
                 for layer, one in enumerate(wanted):
                     last = min(length, one.shape[1])
@@ -299,6 +303,8 @@ DECLARED = [
     ("dflash", "draft", "reads", "batch.positions"),
     ("dflash", "draft", "writes", "batch.tokens"),
     ("dflash", "draft", "writes", "dflash.blocks"),
+    ("dflash", "draft", "reads", "dflash.state"),
+    ("dflash", "draft extend", "writes", "dflash.state"),
     ("dflash", "draft extend", "reads", "target.states"),
     ("dflash", "draft extend", "writes", "dflash.k_cache"),
     ("dflash", "model", "writes", "target.states"),

@@ -100,11 +100,13 @@ def test_dflash_fills_a_block_as_in_torch(folder: Path, dflash: Trained, dtype: 
         at, seqs = np.arange(first, end, dtype=np.int32), np.zeros(end - first, np.int32)
         drafter.know(given, seqs, at, seqs, PAGES, ints(), none)
     window = 1 + DRAFTS
-    blocks = ints(int(answers.tokens[0, begin + 1]), *[drafter.mask] * DRAFTS)
+    before = np.repeat(drafter.residual[begin - 6][None, None], window, axis=0)
+    blocks = ints(int(answers.tokens[0, begin + 1]), *range(drafter.mask, drafter.mask + DRAFTS))
     at = np.arange(begin + 1, begin + 1 + window, dtype=np.int32)
     logits = np.zeros((DRAFTS, len(drafter.vocabulary)), np.float32)
     last = np.full(window, begin + window, np.int32)
-    drafter.draft(last, blocks, at, np.zeros(window, np.int32), PAGES, np.arange(1, window, dtype=np.int32), logits)
+    wanted_rows = np.arange(1, window, dtype=np.int32)
+    drafter.draft(before, last, blocks, at, np.zeros(window, np.int32), PAGES, wanted_rows, logits)
     for number in range(DRAFTS):
         near(drafter.residual[1 + number], states[number], tolerance)
         near(logits[number], wanted[number], tolerance)
@@ -184,4 +186,6 @@ def test_a_token_that_sees_beyond_its_row_is_refused(folder: Path, dflash: Train
     logits = np.zeros((0, len(drafter.vocabulary)), np.float32)
     for last in (PAGE * PER_ROW, 3):  # beyond the pages, and behind itself
         with pytest.raises(ValueError, match="position"):
-            drafter.draft(ints(last), ints(1), ints(4), ints(0), PAGES, ints(), logits)
+            drafter.draft(
+                np.zeros((1, 1, 64), np.float32), ints(last), ints(1), ints(4), ints(0), PAGES, ints(), logits
+            )
