@@ -69,18 +69,18 @@ def compare_trained(device: str) -> Iterator[tuple[str, float]]:
         lambda k, r, s: plain_trained.recall(k, r, shape, s),
         *(kept, rows, states),
     )
+    yield differing(
+        "blocks",
+        lambda r, *out: kernels.lay_blocks(r, shape, 77, *out),
+        lambda r, *out: plain_trained.lay_blocks(r, shape, 77, *out),
+        *(rows, blocks, last, wanted),
+    )
     windows = np.zeros((shape.decode * WINDOW, *states.shape[1:]), np.float32)
     yield differing(
         "what a block begins with",
         lambda k, r, s: kernels.recall(Kept(None, k), r, shape, s),
         lambda k, r, s: plain_trained.recall(Kept(None, k), r, shape, s),
         *(kept.states, rows, windows),
-    )
-    yield differing(
-        "blocks",
-        lambda r, *out: kernels.lay_blocks(r, shape, 77, *out),
-        lambda r, *out: plain_trained.lay_blocks(r, shape, 77, *out),
-        *(rows, blocks, last, wanted),
     )
 
 

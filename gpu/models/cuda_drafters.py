@@ -79,6 +79,7 @@ class _CudaDrafter(CudaLlama):
 
     def _join(
         self,
+        last_seen: Tensor | None,
         states: Tensor,
         norms: Tensor,
         matrix: Tensor,
@@ -89,9 +90,10 @@ class _CudaDrafter(CudaLlama):
         logit_rows: Tensor,
         logits: Tensor,
         extents: Extents,
-        last_seen: Tensor | None = None,
     ) -> None:
-        """A pass that begins with tokens and states. last_seen: see `CudaDflash.draft`."""
+        """A pass that begins with tokens and states. last_seen: see `CudaDflash.draft`; None where no token sees others
+        behind it.
+        """
         work = self._room(len(tokens), len(logit_rows))
         self._take_tokens(tokens, work)
         self._take_states(states, norms, matrix, work.added)
@@ -110,11 +112,11 @@ class CudaMtp(_CudaDrafter):
         """A pass behind the target's: states f32[T, taps, hidden]; then what `CudaLlama.forward` is given, where
         tokens i32[T] are those behind the places, and logits f32[S, D].
         """
-        self._join(states, self._target_norms, self._target_in, *given)
+        self._join(None, states, self._target_norms, self._target_in, *given)
 
     def draft(self, states: Tensor, *given: Any) -> None:
         """A pass behind its own: states f32[T, 1, hidden], a copy of what that left in `residual`."""
-        self._join(states, self._state_norm, self._state_in, *given)
+        self._join(None, states, self._state_norm, self._state_in, *given)
 
     def _pass_padding(self, *given: Any) -> None:
         self.follow(self._padding_states(len(given[0]), len(self._file.taps)), *given)
@@ -151,7 +153,7 @@ class CudaDflash(_CudaDrafter):
         """A pass over blocks: f32[T, 1, hidden], what a token's block begins with, and i32[T], its last position; then
         what `CudaLlama.forward` is given, logits f32[S, D].
         """
-        self._join(states, self._state_norm, self._state_in, *given, last_seen)
+        self._join(last_seen, states, self._state_norm, self._state_in, *given)
 
     def _pass_padding(self, *given: Any) -> None:
         self.know(self._padding_states(len(given[0]), len(self._file.taps)), *given)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import re
 import time
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import httpx
 import pytest
 
+from procs.drafter_files import SHIPPED
 from tests.e2e.live_server import LiveServer, complete, ids_of, live_server, spawn, sse_events
+from tests.model_factory import TinyLlama
 
 pytestmark = pytest.mark.model
 MODEL = "smollm2-135m-instruct"
@@ -129,10 +132,18 @@ def test_a_stop_token_inside_of_a_window(server: LiveServer, whole: dict[str, An
         (("--speculate", "nothing-known"), "nothing-known"),
         (("--speculate", "ngram", "--draft-tokens", "0"), "--draft-tokens: must be 1 to 15, got 0"),
         (("--speculate", "ngram", "--draft-tokens", "16"), "--draft-tokens: must be 1 to 15, got 16"),
+        (("--model", "{tiny}", "--speculate", "mtp"), "no mtp drafter is shipped for tiny"),
+        (
+            ("--model", "{tiny}", "--speculate", "{shipped}"),
+            "it is the drafter of another model than tiny: its token_in",
+        ),
         (("--ngram-shared",), "--ngram-shared: needs --speculate ngram"),
     ],
 )
-def test_options_that_cannot_be_are_refused(options: tuple[str, ...], says: str) -> None:
-    refused = spawn(*options)
+def test_options_that_cannot_be_are_refused(options: tuple[str, ...], says: str, tmp_path: Path) -> None:
+    named = {"{tiny}": str(tmp_path / "tiny"), "{shipped}": str(SHIPPED / MODEL / "mtp")}
+    if "{tiny}" in options:
+        TinyLlama().write_hf(tmp_path / "tiny")
+    refused = spawn(*(named.get(option, option) for option in options))
     assert refused.process.wait(60) != 0
     assert says in refused.text() and "Traceback" not in refused.text()

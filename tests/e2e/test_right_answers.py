@@ -36,8 +36,12 @@ def requests_of(n: int, tokens: int, ignore_eos: bool = True) -> list[dict[str, 
     return bodies
 
 
-LOOKED_UP = ("--speculate", "ngram", "--draft-when", "always")
-ITSELF = ("--speculate", "smollm2-135m-instruct", "--draft-when", "always")  # the model drafts for itself
+def drafting(name: str) -> tuple[str, ...]:
+    """Options with which every step drafts."""
+    return ("--speculate", name, "--draft-when", "always")
+
+
+ITSELF = "smollm2-135m-instruct"  # the model drafts for itself
 
 
 def answers(server: LiveServer, bodies: list[dict[str, Any]], apart_s: float = 0.0) -> list[list[int]]:
@@ -46,7 +50,7 @@ def answers(server: LiveServer, bodies: list[dict[str, Any]], apart_s: float = 0
 
 def test_float32_gives_every_id_of_the_greedy_file() -> None:
     """With drafts, which change how many tokens a step brings and never which ones."""
-    with live_server("--dtype", "float32", *LOOKED_UP) as server:
+    with live_server("--dtype", "float32", *drafting("mtp")) as server:
         bodies = [
             {
                 "model": "smollm2-135m-instruct",
@@ -83,13 +87,16 @@ TOKENS = 12
 SHORT = requests_of(32, TOKENS)
 LONG = requests_of(20, 56)
 # Against overlap, chunks of 512 and no drafts: one difference would show.
-OTHERWISE = ("--no-overlap", "--prefill-chunk", "16", *LOOKED_UP)
+OTHERWISE = ("--no-overlap", "--prefill-chunk", "16")
 
 
-@pytest.mark.parametrize("dtype", ["int8", "float32", "bfloat16"])
-def test_same_ids_in_every_setting(dtype: str) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "shuffled_with", "tight_with"),
+    [("int8", "mtp", "dflash"), ("float32", "dflash", ITSELF), ("bfloat16", "ngram", "mtp")],
+)
+def test_same_ids_in_every_setting(dtype: str, shuffled_with: str, tight_with: str) -> None:
     """Overlap on and off; alone, 7 and 32 at once in any order; prefix hit; chunks of 16 and 512; retraction; without
-    drafts, with drafts that are looked up, and with a model that drafts for itself.
+    drafts, and with every drafter (`tools.same_answers --greedy` runs through all combinations).
 
     Greedy and seeded requests alike. All precisions accumulate in a fixed order, so bfloat16 is exact as well.
     """
@@ -103,7 +110,7 @@ def test_same_ids_in_every_setting(dtype: str) -> None:
         assert hits > 0, "the second round must have hit the prefix cache"
         roomy = answers(server, LONG)
     assert [ids[:TOKENS] for ids in roomy] == together[: len(LONG)]
-    with live_server("--dtype", dtype, *OTHERWISE) as server:
+    with live_server("--dtype", dtype, *OTHERWISE, *drafting(shuffled_with)) as server:
         for i in (0, 1):
             assert answers(server, [SHORT[i]]) == [together[i]], "alone"
         seven = [3, 30, 11, 4, 22, 17, 8]
@@ -113,7 +120,7 @@ def test_same_ids_in_every_setting(dtype: str) -> None:
         # One after the other, so that prompts join while others decode.
         shuffled = answers(server, [SHORT[i] for i in order], apart_s=0.04)
         assert [shuffled[order.index(i)] for i in range(len(SHORT))] == together, "32 at once"
-    with live_server("--dtype", dtype, "--kv-tokens", "1024", *ITSELF) as server:
+    with live_server("--dtype", dtype, "--kv-tokens", "1024", *drafting(tight_with)) as server:
         tight = answers(server, LONG)
         metrics = server.wait_idle()
         assert metrics["stepahead_retractions_total"] > 0, "the cache was meant to be too small"
