@@ -100,12 +100,12 @@ class TrainedBench(Bench):
             self.device.synchronize()
             count = len(step.get("decode", ())) * (1 + step.get("drafts", WINDOW - 1))
             drafter: Any = self.program.drafter
-            kept = getattr(drafter, "_kept", None)
+            kept = drafter._kept
             seen.append({
                 "tokens": copied(self.program.batch.tokens.array)[:count].tolist(),
                 "gained": (issued.tokens, issued.counts),
-                "first": None if kept is None else copied(kept.first)[1:].tolist(),
-                "states": None if kept is None else copied(kept.states)[1:],
+                "first": None if kept.first is None else copied(kept.first)[1:].tolist(),
+                "states": copied(kept.states)[1:],
             })  # fmt: skip
         self.device.close()
         return seen
@@ -124,9 +124,8 @@ def test_it_drafts_and_keeps_what_the_host_does(model: Path, kind: str) -> None:
     for step, (one, other) in enumerate(zip(found, wanted, strict=True)):
         for name in ("tokens", "gained", "first"):
             assert one[name] == other[name], (step, name)
-        if kind == "mtp":
-            live = slice(0, 1 if step < 2 else 2)  # nothing was kept for the second one yet
-            np.testing.assert_allclose(one["states"][live], other["states"][live], rtol=0, atol=1e-3)
+        live = slice(0, 1 if step < 2 else 2)  # nothing was kept for the second one yet
+        np.testing.assert_allclose(one["states"][live], other["states"][live], rtol=0, atol=1e-3)
         gains |= set(one["gained"][1])
     assert gains == {1, 2, 3, 4}
     drafts = [draft for step in found for draft in step["tokens"][1:]]
