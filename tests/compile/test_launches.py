@@ -134,7 +134,7 @@ def run_drafters(size: Size) -> None:
     mtp.follow(states, *passed, *rest)
     mtp.draft(states[:, :1].contiguous(), *passed, *rest)
     dflash.know(states, *passed, *rest)
-    dflash.draft(ints(8), *passed, *rest)
+    dflash.draft(states[:, :1].contiguous(), ints(8), *passed, *rest)
 
 
 def run_sampler(size: Size) -> None:
@@ -236,6 +236,9 @@ def run_trained() -> None:
             kernels.keep(kept, entries, ints(RUNNING), residual, ints(RUNNING))
         if shape.window > 1:
             kernels.recall(kept, rows, shape, torch.zeros(shape.decode, 1, SPEC_HIDDEN))
+            alone = kept._replace(first=None)
+            kernels.recall(alone, rows, shape, torch.zeros(shape.decode * most, 1, SPEC_HIDDEN))
+            kernels.keep(alone, rows.entries[: shape.gainers], None, torch.zeros(tokens, SPEC_HIDDEN), ints(RUNNING))
             kernels.lay_blocks(rows, shape, 7, *(ints(shape.decode * most) for _ in range(3)))
         logits = torch.zeros(shape.decode, SPEC_VOCABULARY)
         kernels.put_drafts(logits, ints(SPEC_VOCABULARY), rows.tokens, most, 1)
