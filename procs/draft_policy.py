@@ -52,22 +52,21 @@ class DraftPolicy:
         size = rows.bit_length()
         if size not in self._batches:
             smaller = self._batches.get(size - 1)  # a step gets longer by drafts the more, the larger the batch is
-            self._batches[size] = _Batch(
-                max(TRIAL_STEPS, TRIAL_ROWS >> (size - 1)), smaller is not None and smaller.loses
-            )
+            self._batches[size] = _Batch(max(TRIAL_STEPS, TRIAL_ROWS >> (size - 1)), smaller)
         return self._batches[size]
 
 
 class _Batch:
     """The choice for batches of about one size."""
 
-    def __init__(self, trial_steps: int, loses: bool) -> None:
-        """loses: what is expected of drafts, before anything is known."""
+    def __init__(self, trial_steps: int, smaller: "_Batch | None") -> None:
+        """smaller: of batches of half the size. Where drafts lose there, they are expected to here, and as clearly."""
         self._trial_steps = trial_steps
         self._ns = {False: deque[int](maxlen=KEPT), True: deque[int](maxlen=KEPT)}  # by whether there were drafts
         self.pays = False
-        self._hold = HOLD_STEPS
-        self._wait = HOLD_STEPS if loses else FIRST_PLAIN  # steps until the other kind is tried
+        loses = smaller is not None and smaller.loses
+        self._hold = smaller._hold if smaller is not None and loses else HOLD_STEPS  # between two trials
+        self._wait = self._hold if loses else FIRST_PLAIN  # steps until the other kind is tried
         self._trial = 0  # steps of it that are still to come
         self._since_trial = 0
 

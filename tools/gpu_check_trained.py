@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from gpu.kernels import plain_trained
-from gpu.kernels.draft_kernels import NO_TAIL, Kept
+from gpu.kernels.draft_kernels import NO_TAIL
 from gpu.kernels.step_kernels import PassShape, Rows
 from gpu.kernels.triton_trained import TritonTrainedKernels
 
@@ -29,9 +29,9 @@ def compare_trained(device: str) -> Iterator[tuple[str, float]]:
     counts = rng.integers(1, WINDOW + 1, DECODE).astype(np.int32)
     logits = rng.integers(0, width // 2, (DECODE * (WINDOW - 1), width)).astype(np.float32)  # some are equal
     vocabulary = (3 * np.arange(width) + 1).astype(np.int32)
-    kept = Kept(_ints(ENTRIES), rng.standard_normal((ENTRIES, hidden)).astype(np.float32))
+    kept = rng.standard_normal((ENTRIES, hidden)).astype(np.float32)
     residual = rng.standard_normal((shape.tokens, hidden)).astype(np.float32)
-    states, best = np.zeros((DECODE, 1, hidden), np.float32), _ints(shape.gainers)
+    states = np.zeros((DECODE, 1, hidden), np.float32)
     behind, places, blocks, last = (_ints(n) for n in (shape.tokens, shape.gainers, *[DECODE * WINDOW] * 2))
     wanted = _ints(DECODE * (WINDOW - 1))
 
@@ -62,7 +62,7 @@ def compare_trained(device: str) -> Iterator[tuple[str, float]]:
         *(logits, vocabulary, rows.tokens),
     )
     entries = rows.entries[: shape.gainers]
-    yield differing("what a row keeps", kernels.keep, plain_trained.keep, kept, entries, best, residual, places)
+    yield differing("what a row keeps", kernels.keep, plain_trained.keep, kept, entries, residual, places)
     yield differing(
         "what a row recalls",
         lambda k, r, s: kernels.recall(k, r, shape, s),
@@ -78,9 +78,9 @@ def compare_trained(device: str) -> Iterator[tuple[str, float]]:
     windows = np.zeros((shape.decode * WINDOW, *states.shape[1:]), np.float32)
     yield differing(
         "what a block begins with",
-        lambda k, r, s: kernels.recall(Kept(None, k), r, shape, s),
-        lambda k, r, s: plain_trained.recall(Kept(None, k), r, shape, s),
-        *(kept.states, rows, windows),
+        lambda k, r, s: kernels.recall(k, r, shape, s),
+        lambda k, r, s: plain_trained.recall(k, r, shape, s),
+        *(kept, rows, windows),
     )
 
 

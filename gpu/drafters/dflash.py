@@ -13,7 +13,7 @@ import numpy as np
 from gpu.batch import Batch
 from gpu.device.protocol import Buffer, Device, Regions
 from gpu.drafters.drafter import Launch
-from gpu.kernels.draft_kernels import Kept, TrainedKernels
+from gpu.kernels.draft_kernels import TrainedKernels
 from gpu.kernels.step_kernels import Array, Extents, PassShape, Rows
 from gpu.lanes import Lane
 from shm.config import ServerConfig
@@ -60,7 +60,6 @@ class DflashDrafter:
         caches = device.adopt(model.k_cache, "dflash.k_cache"), device.adopt(model.v_cache, "dflash.v_cache")
         work = (self._work, self._places, self._blocks, self._last_seen, self._wanted, self._logits)
         self._own: Regions = tuple(part.region() for part in (self._state, *work, *caches))
-        self._kept = Kept(None, self._state.array)
         self._target = device.adopt(target_states, "target.states")
 
     @property
@@ -90,7 +89,7 @@ class DflashDrafter:
         blocks, last, wanted = self._blocks.array[:tokens], self._last_seen.array[:tokens], self._wanted.array[:drafts]
         states, logits = self._work.array[:tokens], self._logits.array[:drafts]
         kernels.lay_blocks(rows, shape, model.mask, blocks, last, wanted)
-        kernels.recall(self._kept, rows, shape, states)
+        kernels.recall(self._state.array, rows, shape, states)
         passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[:count])
         extents = Extents(rows.starts[: count + 1], rows.ends[:count], window)
         model.draft(states, last, blocks, *passed, wanted, logits, extents)
@@ -102,4 +101,4 @@ class DflashDrafter:
         passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[: shape.rows])
         self._model.know(self._target.array[:tokens], rows.tokens[:tokens], *passed, *nothing)
         self._kernels.newest_places(counts, rows, shape, places)
-        self._kernels.keep(self._kept, rows.entries[: shape.gainers], None, self._model.residual, places)
+        self._kernels.keep(self._state.array, rows.entries[: shape.gainers], self._model.residual, places)

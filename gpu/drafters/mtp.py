@@ -1,11 +1,12 @@
 """The mtp drafter: one layer that goes on where the target's last state stands, trained for its target.
 
-Owns, for each entry, the first draft of the next step and the state that the second one begins with; what comes from
-the target's pass reaches the next step that way, on the device. Behind every pass the drafter goes over all of its
-places once more, with the target's states and with the tokens that the target chose: so its cache has, for every
-position that counts, what it would have without drafts, after steps of any window, chunks and retractions alike. The
-cache has the target's pages; since a place holds what follows from the token behind it as well, the prefix cache has
-that token in the key of each page (`procs.prefix_cache`). It drafts what it finds likeliest, whatever the temperature.
+Owns its cache, which has the target's pages, and a state of each entry: what the newest place joins of the target's
+states and of the token behind it reaches the next step that way, on the device. Behind every pass the drafter takes the
+keys and values of all of its places from the target's states and the tokens that the target chose: so its cache has,
+for every position that counts, what it would have without drafts, after steps of any window, chunks and retractions
+alike; and a step that does not draft pays for little more than that. Since a place holds what follows from the token
+behind it as well, the prefix cache has that token in the key of each page (`procs.prefix_cache`). It drafts what it
+finds likeliest, whatever the temperature.
 """
 
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ import numpy as np
 from gpu.batch import Batch
 from gpu.device.protocol import Buffer, Device, Regions
 from gpu.drafters.drafter import Launch
-from gpu.kernels.draft_kernels import NO_TAIL, Kept, Tail, TrainedKernels
+from gpu.kernels.draft_kernels import NO_TAIL, Tail, TrainedKernels
 from gpu.kernels.step_kernels import Array, Extents, PassShape, Rows
 from gpu.lanes import Lane
 from shm.config import ServerConfig
@@ -30,8 +31,11 @@ class MtpModel(Protocol):
     vocabulary: Array  # i32[D]
     residual: Array  # [tokens, hidden]
 
-    def follow(self, *arguments: Any) -> None:
-        """A pass behind the target's."""
+    def learn(self, *arguments: Any) -> None:
+        """Take keys and values from the target's states and the tokens behind them."""
+
+    def begin(self, *arguments: Any) -> None:
+        """A pass that goes on with what is left of that."""
 
     def draft(self, *arguments: Any) -> None:
         """A pass behind its own."""
@@ -51,7 +55,6 @@ class MtpDrafter:
         def buffer(shape: tuple[int, ...], dtype: type[np.generic], name: str) -> Buffer:
             return device.buffer(shape, dtype, f"mtp.{name}")
 
-        self._first = buffer((config.entries,), np.int32, "first")
         self._state = buffer((config.entries, hidden), np.float32, "state")
         self._tails = buffer((rows,), np.int32, "tails")
         self._next = buffer((config.pass_tokens,), np.int32, "next")
@@ -60,14 +63,12 @@ class MtpDrafter:
         self._at = buffer((rows,), np.int32, "at")
         self._ends = buffer((rows,), np.int32, "ends")
         self._order = buffer((rows + 1,), np.int32, "order")
-        self._best = buffer((rows,), np.int32, "best")
         self._logits = buffer((rows, len(model.vocabulary)), np.float32, "logits")
         self._work = buffer((rows, 1, hidden), np.float32, "work")
         caches = device.adopt(model.k_cache, "mtp.k_cache"), device.adopt(model.v_cache, "mtp.v_cache")
-        work = (self._next, self._places, self._given, self._at, self._ends, self._order, self._best)
-        own = (self._first, self._state, *work, self._logits, self._work, *caches)
+        work = (self._next, self._places, self._given, self._at, self._ends, self._order)
+        own = (self._state, *work, self._logits, self._work, *caches)
         self._own: Regions = tuple(part.region() for part in own)
-        self._kept = Kept(self._first.array, self._state.array)
         self._target = device.adopt(target_states, "target.states")
 
     @property
@@ -76,7 +77,7 @@ class MtpDrafter:
         return (self._target.region(),)
 
     def draft(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape) -> None:
-        """The first draft is there; each other one is a pass over one place of every row."""
+        """Each draft is a pass over one place of every row; the first one goes on with what was kept."""
         if shape.decode and shape.window > 1:
             inputs = (batch.tokens, batch.positions, batch.pages, batch.entries)
             reads = (*(part.region() for part in inputs), *self._own)
@@ -98,7 +99,7 @@ class MtpDrafter:
         )
 
     def learn(self, launch: Launch, batch: Batch, rows: Rows, shape: PassShape, lane: Lane) -> None:
-        """Pass over all places with what the target made of them, and keep what the next step begins with."""
+        """Take the keys and values of all places, and keep what the next step begins with."""
         inputs = (*batch.model_inputs, batch.entries.region(), batch.targets.region(), self._tails.region())
         reads = (*inputs, *lane.gained_region)
         launch(
@@ -115,25 +116,27 @@ class MtpDrafter:
         order, pages = self._order.array[: count + 1], rows.pages[:count]
         logits, states = self._logits.array[:count], self._work.array[:count]
         kernels.count(order)
-        kernels.recall(self._kept, rows, shape, states)
-        for w in range(2, window):
-            if w > 2:
-                kernels.copy_states(model.residual[:count], states)
+        kernels.recall(self._state.array, rows, shape, states)
+        for w in range(1, window):
             kernels.take(rows.tokens, window, w - 1, given)
-            kernels.take(rows.positions, window, w - 2, at)
+            kernels.take(rows.positions, window, 0, at)
+            kernels.add(at, w - 2, at)  # the first pass is over the place before the newest token's
             kernels.add(at, 1, ends)
-            extents = Extents(order, ends, 1)
-            model.draft(states, given, at, order[:count], pages, order[:count], logits, extents)
+            passed = (given, at, order[:count], pages, order[:count], logits, Extents(order, ends, 1))
+            if w == 1:
+                model.begin(states, *passed)
+            else:
+                kernels.copy_states(model.residual[:count], states)
+                model.draft(states, *passed)
             kernels.put_drafts(logits, model.vocabulary, rows.tokens, window, w)
 
     def _extend(self, rows: Rows, targets: Array, counts: Array, shape: PassShape) -> None:
         tokens, gainers, model, kernels = shape.tokens, shape.gainers, self._model, self._kernels
         behind, places = self._next.array[:tokens], self._places.array[:gainers]
-        logits, best = self._logits.array[:gainers], self._best.array[:gainers]
         kernels.next_tokens(rows, targets, self._tails.array, shape, behind)
         kernels.newest_places(counts, rows, shape, places)
         passed = (rows.positions[:tokens], rows.seqs[:tokens], rows.pages[: shape.rows])
         extents = Extents(rows.starts[: shape.rows + 1], rows.ends[: shape.rows], shape.longest)
-        model.follow(self._target.array[:tokens], behind, *passed, places, logits, extents)
-        kernels.put_drafts(logits, model.vocabulary, best, 1, 0)
-        kernels.keep(self._kept, rows.entries[:gainers], best, model.residual, places)
+        nothing = (self._places.array[:0], self._logits.array[:0])
+        model.learn(self._target.array[:tokens], behind, *passed, *nothing, extents)
+        kernels.keep(self._state.array, rows.entries[:gainers], model.residual, places)

@@ -21,7 +21,7 @@ class Columns(Protocol):
         """Position `place` of each window of target i32[>= R * window] = the likeliest token of logits f32[R, V]."""
 
     def add(self, source: Array, number: int, target: Array) -> None:
-        """target = source + number."""
+        """target = source + number, a position: never below 0, whatever padding says."""
 
     def count(self, target: Array) -> None:
         """target = 0, 1, 2, ..."""
@@ -40,7 +40,7 @@ class HostColumns:
 
     def add(self, source: Array, number: int, target: Array) -> None:
         """See `Columns`."""
-        np.add(source, number, out=target)
+        np.maximum(np.add(source, number, out=target), 0, out=target)
 
     def count(self, target: Array) -> None:
         """See `Columns`."""
@@ -60,7 +60,7 @@ class TorchColumns:
 
     def add(self, source: Array, number: int, target: Array) -> None:
         """See `Columns`."""
-        torch.add(source, number, out=target)
+        torch.add(source, number, out=target).clamp_(min=0)
 
     def count(self, target: Array) -> None:
         """See `Columns`."""

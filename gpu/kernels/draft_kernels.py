@@ -66,13 +66,6 @@ def check_tail(tail: Tail, plane: tuple[int, ...]) -> None:
         raise DeviceError(f"what follows a chunk would lie at place {tail.end} of ledger row {tail.row}")
 
 
-class Kept(NamedTuple):
-    """What a trained drafter keeps of every entry for its next step. What entry 0 (padding) holds may be anything."""
-
-    first: Array | None  # i32[entries] the first draft, where it is known by then
-    states: Array  # f32[entries, hidden] the state that the others begin with
-
-
 class TrainedKernels(Columns, Protocol):
     """What trained drafters take out of a pass and put into it. Windows lie side by side, see `Columns`."""
 
@@ -83,15 +76,13 @@ class TrainedKernels(Columns, Protocol):
         place + each - 1 of each window of target i32[>= R * window]. The first of equal ones.
         """
 
-    def recall(self, kept: Kept, rows: Rows, shape: PassShape, states: Array) -> None:
-        """For each decode row its first draft, if there is one, into rows.tokens, and its state, once or once for each
-        token of its window, into states f32[decode or decode * window, 1, hidden].
+    def recall(self, kept: Array, rows: Rows, shape: PassShape, states: Array) -> None:
+        """The state of each decode row, once or once for each token of its window: states f32[decode, 1, hidden] or
+        [decode * window, 1, hidden] of kept f32[entries, hidden]. What entry 0 (padding) has kept may be anything.
         """
 
-    def keep(self, kept: Kept, entries: Array, best: Array | None, residual: Array, places: Array) -> None:
-        """Keep best i32[gainers], where first drafts are kept, and residual [tokens, hidden] at places i32[gainers] for
-        entries i32[gainers].
-        """
+    def keep(self, kept: Array, entries: Array, residual: Array, places: Array) -> None:
+        """Keep residual [tokens, hidden] at places i32[gainers] for entries i32[gainers]."""
 
     def copy_states(self, residual: Array, states: Array) -> None:
         """states f32[R, 1, hidden] = residual [R, hidden]."""

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-from gpu.kernels.draft_kernels import Kept
 from gpu.kernels.step_kernels import PassShape, Rows
 
 Array = Any  # numpy.ndarray
@@ -14,22 +13,18 @@ def put_drafts(logits: Array, vocabulary: Array, target: Array, window: int, pla
         target[r // each * window + place + r % each] = vocabulary[row.index(max(row))]
 
 
-def recall(kept: Kept, rows: Rows, shape: PassShape, states: Array) -> None:
-    """First drafts and states of decode rows."""
+def recall(kept: Array, rows: Rows, shape: PassShape, states: Array) -> None:
+    """States of decode rows."""
     each = len(states) // max(1, shape.decode)
     for i, entry in enumerate(rows.entries[: shape.decode].tolist()):
-        if kept.first is not None:
-            rows.tokens[i * shape.window + 1] = kept.first[entry]
-        states[i * each : (i + 1) * each, 0] = kept.states[entry]
+        states[i * each : (i + 1) * each, 0] = kept[entry]
 
 
-def keep(kept: Kept, entries: Array, best: Array | None, residual: Array, places: Array) -> None:
+def keep(kept: Array, entries: Array, residual: Array, places: Array) -> None:
     """What each gaining row begins its next step with."""
     for i, entry in enumerate(entries.tolist()):
         if entry:
-            kept.states[entry] = residual[places[i]]
-            if kept.first is not None and best is not None:
-                kept.first[entry] = best[i]
+            kept[entry] = residual[places[i]]
 
 
 def next_tokens(rows: Rows, targets: Array, tails: Array, shape: PassShape, out: Array) -> None:

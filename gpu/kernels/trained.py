@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from gpu.kernels.columns import HostColumns
-from gpu.kernels.draft_kernels import NO_TAIL, Kept, Tail, check_tail
+from gpu.kernels.draft_kernels import NO_TAIL, Tail, check_tail
 from gpu.kernels.native import host_kernel
 from gpu.kernels.step_kernels import Array, PassShape, Rows
 
@@ -54,18 +54,13 @@ class HostTrainedKernels(HostColumns):
         best = vocabulary[logits.argmax(axis=1)].reshape(-1, each)
         target[: len(best) * window].reshape(-1, window)[:, place : place + each] = best
 
-    def recall(self, kept: Kept, rows: Rows, shape: PassShape, states: Array) -> None:
+    def recall(self, kept: Array, rows: Rows, shape: PassShape, states: Array) -> None:
         """See `TrainedKernels`."""
-        entries: Any = rows.entries[: shape.decode]
-        if kept.first is not None:
-            rows.tokens[1 : shape.decode * shape.window : shape.window] = kept.first[entries]
-        states.reshape(shape.decode, -1, states.shape[2])[:] = kept.states[entries][:, None]
+        states.reshape(shape.decode, -1, states.shape[2])[:] = kept[rows.entries[: shape.decode]][:, None]
 
-    def keep(self, kept: Kept, entries: Array, best: Array | None, residual: Array, places: Array) -> None:
+    def keep(self, kept: Array, entries: Array, residual: Array, places: Array) -> None:
         """See `TrainedKernels`."""
-        if kept.first is not None:
-            kept.first[entries] = best
-        kept.states[entries] = residual[places]
+        kept[entries] = residual[places]
 
     def copy_states(self, residual: Array, states: Array) -> None:
         """See `TrainedKernels`."""

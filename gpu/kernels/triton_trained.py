@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from gpu.kernels.columns import TorchColumns
-from gpu.kernels.draft_kernels import NO_TAIL, Kept, Tail, check_tail
+from gpu.kernels.draft_kernels import NO_TAIL, Tail, check_tail
 from gpu.kernels.step_kernels import Array, PassShape, Rows
 from gpu.kernels.triton_gather import SPEC_WINDOWS, WARPS, spec_layouts
 from gpu.kernels.triton_spec import KernelSpec
@@ -41,16 +41,12 @@ def best_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def recall_kernel(  # type: ignore[no-untyped-def]
-    first, states, entries, tokens, out,
-    ENTRIES: tl.constexpr, WINDOW: tl.constexpr, EACH: tl.constexpr, FIRST: tl.constexpr,
-    WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    """One state a program, EACH of a decode row: the state of its entry, and (FIRST) its first draft."""
+    states, entries, out, ENTRIES: tl.constexpr, EACH: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr
+):
+    """One state a program, EACH of a decode row: that of its entry."""
     i = tl.program_id(0)
     entry = tl.load(entries + i // EACH)
     entry = tl.where((entry >= 0) & (entry < ENTRIES), entry, 0)
-    if FIRST:
-        tl.store(tokens + i * WINDOW + 1, tl.load(first + entry))
     column = tl.arange(0, BLOCK)
     state = tl.load(states + entry.to(tl.int64) * WIDTH + column, mask=column < WIDTH, other=0.0)
     tl.store(out + i.to(tl.int64) * WIDTH + column, state, mask=column < WIDTH)
@@ -58,15 +54,13 @@ def recall_kernel(  # type: ignore[no-untyped-def]
 
 @triton.jit
 def keep_kernel(  # type: ignore[no-untyped-def]
-    first, states, entries, best, residual, places,
-    ENTRIES: tl.constexpr, TOKENS: tl.constexpr, FIRST: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
+    states, entries, residual, places,
+    ENTRIES: tl.constexpr, TOKENS: tl.constexpr, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One gaining row a program: what its entry begins the next step with. residual has TOKENS rows."""
     i = tl.program_id(0)
     entry, place = tl.load(entries + i), tl.load(places + i)
     sound = (entry > 0) & (entry < ENTRIES) & (place >= 0) & (place < TOKENS)
-    if FIRST:
-        tl.store(first + entry, tl.load(best + i), mask=sound)
     column = tl.arange(0, BLOCK)
     inside = sound & (column < WIDTH)
     state = tl.load(residual + place.to(tl.int64) * WIDTH + column, mask=inside, other=0.0)
@@ -139,32 +133,24 @@ class TritonTrainedKernels(TorchColumns):
             constants = best_constants(width)
             best_kernel[(count,)](logits, vocabulary, target, window, place, each, **constants, num_warps=LOGITS_WARPS)
 
-    def recall(self, kept: Kept, rows: Rows, shape: PassShape, states: Array) -> None:
+    def recall(self, kept: Array, rows: Rows, shape: PassShape, states: Array) -> None:
         """Queue what decode rows begin with."""
-        entries, width = kept.states.shape
-        assert shape.window > 1 and shape.decode * shape.window <= rows.tokens.shape[0]
+        entries, width = kept.shape
         if not shape.decode:
             return
-        each, has_first = states.shape[0] // shape.decode, kept.first is not None
-        assert each in (1, shape.window) and (each == 1 or not has_first)
-        assert states.shape == (shape.decode * each, 1, width) and states.is_contiguous()
-        first = kept.first if has_first else rows.tokens  # which is not looked at then
-        recall_kernel[(shape.decode * each,)](
-            *(first, kept.states, rows.entries, rows.tokens, states),
-            **recall_constants(entries, shape.window, each, has_first, width),
-            num_warps=WARPS,
-        )
+        each = states.shape[0] // shape.decode
+        assert each in (1, shape.window) and states.is_contiguous()
+        assert states.shape == (shape.decode * each, 1, width) and shape.decode <= rows.entries.shape[0]
+        constants = recall_constants(entries, each, width)
+        recall_kernel[(shape.decode * each,)](kept, rows.entries, states, **constants, num_warps=WARPS)
 
-    def keep(self, kept: Kept, entries: Array, best: Array | None, residual: Array, places: Array) -> None:
+    def keep(self, kept: Array, entries: Array, residual: Array, places: Array) -> None:
         """Queue what gaining rows leave for the next step."""
-        count, (known, width) = entries.shape[0], kept.states.shape
-        has_first = kept.first is not None and best is not None
+        count, (known, width) = entries.shape[0], kept.shape
         assert count <= places.shape[0] and residual.is_contiguous()
-        first, best = (kept.first, best) if has_first else (places, places)  # which are not looked at then
         if count:
-            constants = keep_constants(known, residual.shape[0], has_first, width)
-            given = (first, kept.states, entries, best, residual, places)
-            keep_kernel[(count,)](*given, **constants, num_warps=WARPS)
+            constants = keep_constants(known, residual.shape[0], width)
+            keep_kernel[(count,)](kept, entries, residual, places, **constants, num_warps=WARPS)
 
     def copy_states(self, residual: Array, states: Array) -> None:
         """Queue the copy."""
@@ -221,16 +207,14 @@ def best_constants(width: int) -> dict[str, Any]:
     return {"WIDTH": width, "BLOCK": min(LOGITS_BLOCK, triton.next_power_of_2(width))}
 
 
-def recall_constants(entries: int, window: int, each: int, first: bool, width: int) -> dict[str, Any]:
+def recall_constants(entries: int, each: int, width: int) -> dict[str, Any]:
     """Of `recall_kernel`. width: of a state."""
-    shape = {"ENTRIES": entries, "WINDOW": window, "EACH": each, "FIRST": first}
-    return {**shape, "WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+    return {"ENTRIES": entries, "EACH": each, "WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
 
 
-def keep_constants(entries: int, tokens: int, first: bool, width: int) -> dict[str, Any]:
+def keep_constants(entries: int, tokens: int, width: int) -> dict[str, Any]:
     """Of `keep_kernel`."""
-    shape = {"ENTRIES": entries, "TOKENS": tokens, "FIRST": first}
-    return {**shape, "WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
+    return {"ENTRIES": entries, "TOKENS": tokens, "WIDTH": width, "BLOCK": triton.next_power_of_2(width)}
 
 
 def behind_constants(chunks: int) -> dict[str, Any]:
@@ -267,11 +251,10 @@ def _specs() -> list[KernelSpec]:
     for layout, (entries, _), chunk in spec_layouts():
         tokens = layout.max_running * most + chunk
         specs += [
-            _specify(recall_kernel, recall_constants(entries, most, 1, True, SPEC_HIDDEN), out="*fp32"),
-            _specify(recall_kernel, recall_constants(entries, most, most, False, SPEC_HIDDEN), out="*fp32"),
-            _specify(keep_kernel, keep_constants(entries, tokens, True, SPEC_HIDDEN), residual="*bf16"),
-            _specify(keep_kernel, keep_constants(entries, tokens, True, SPEC_HIDDEN), residual="*fp32"),
-            _specify(keep_kernel, keep_constants(entries, tokens, False, SPEC_HIDDEN), residual="*fp32"),
+            _specify(recall_kernel, recall_constants(entries, 1, SPEC_HIDDEN), out="*fp32"),
+            _specify(recall_kernel, recall_constants(entries, most, SPEC_HIDDEN), out="*fp32"),
+            _specify(keep_kernel, keep_constants(entries, tokens, SPEC_HIDDEN), residual="*bf16"),
+            _specify(keep_kernel, keep_constants(entries, tokens, SPEC_HIDDEN), residual="*fp32"),
             _specify(behind_kernel, behind_constants(layout.max_running)),
         ]
     return specs

@@ -77,6 +77,19 @@ class _CudaDrafter(CudaLlama):
         triton_rows.rmsnorm(states.view(count * parts, hidden), norms, self.info.rms_eps, joined)
         torch.mm(joined.view(count, parts * hidden), matrix, out=out)
 
+    def _write_keys_values(self, work: Any, positions: Tensor, seqs: Tensor, page_rows: Tensor, *_: Any) -> None:
+        """All layers' keys and values of places, from what `residual` holds of them."""
+        info, count, eps = self.info, len(positions), self.info.rms_eps
+        queries, kv = info.num_heads * info.head_dim, 2 * info.num_kv_heads * info.head_dim
+        keys_values = work.qkv.view(-1)[: count * kv].view(count, kv)
+        for layer in self._layers:
+            triton_rows.rmsnorm(work.residual, layer.input_norm, eps, work.normed)
+            torch.mm(work.normed, layer.qkv[:, queries:], out=keys_values)
+            triton_rows.rope_write(
+                *(keys_values, positions, seqs, page_rows, self._cosines, self._sines),
+                *(None, None, eps, work.queries[:, :0], layer.k_cache, layer.v_cache),
+            )
+
     def _join(
         self,
         last_seen: Tensor | None,
@@ -108,19 +121,34 @@ class _CudaDrafter(CudaLlama):
 class CudaMtp(_CudaDrafter):
     """One layer, see `HostMtp`."""
 
-    def follow(self, states: Tensor, *given: Any) -> None:
-        """A pass behind the target's: states f32[T, taps, hidden]; then what `CudaLlama.forward` is given, where
-        tokens i32[T] are those behind the places, and logits f32[S, D].
+    def learn(self, states: Tensor, tokens: Tensor, *given: Any) -> None:
+        """Give the layer the keys and values of T places by the target's states, f32[T, taps, hidden], and the tokens
+        behind them; then what `CudaLlama.forward` is given, which wants no logits. `residual` has what is joined.
         """
-        self._join(None, states, self._target_norms, self._target_in, *given)
+        work = self._room(len(tokens), 0)
+        self._take_tokens(tokens, work)
+        self._take_states(states, self._target_norms, self._target_in, work.added)
+        work.residual.add_(work.added)
+        self._write_keys_values(work, *given)
+
+    def begin(self, states: Tensor, tokens: Tensor, *given: Any) -> None:
+        """A pass over one place of each row that goes on with what `learn` left of it: f32[T, 1, hidden]; then what
+        `CudaLlama.forward` is given, of whose tokens nothing is read, logits f32[S, D].
+        """
+        work = self._room(len(tokens), len(given[3]))
+        work.residual.copy_(states[:, 0])
+        triton_rows.rmsnorm(work.residual, self._layers[0].input_norm, self.info.rms_eps, work.normed)
+        self._run(work, *given)
 
     def draft(self, states: Tensor, *given: Any) -> None:
         """A pass behind its own: states f32[T, 1, hidden], a copy of what that left in `residual`."""
         self._join(None, states, self._state_norm, self._state_in, *given)
 
     def _pass_padding(self, *given: Any) -> None:
-        self.follow(self._padding_states(len(given[0]), len(self._file.taps)), *given)
-        self.draft(self._padding_states(len(given[0]), 1), *given)
+        count = len(given[0])
+        self.learn(self._padding_states(count, len(self._file.taps)), *given)
+        self.begin(self._padding_states(count, 1), *given)
+        self.draft(self._padding_states(count, 1), *given)
 
 
 class CudaDflash(_CudaDrafter):
@@ -135,19 +163,9 @@ class CudaDflash(_CudaDrafter):
         """Give all layers the keys and values of T places by the target's states, f32[T, taps, hidden]; then what
         `CudaLlama.forward` is given, of whose tokens nothing is read, and which wants no logits.
         """
-        _, positions, seqs, page_rows, *_ = given
-        info, count, eps = self.info, len(positions), self.info.rms_eps
-        work, queries = self._room(count, 0), info.num_heads * info.head_dim
-        kv = 2 * info.num_kv_heads * info.head_dim
-        keys_values = work.qkv.view(-1)[: count * kv].view(count, kv)
+        work = self._room(len(given[0]), 0)
         self._take_states(states, self._target_norms, self._target_in, work.residual)
-        for layer in self._layers:
-            triton_rows.rmsnorm(work.residual, layer.input_norm, eps, work.normed)
-            torch.mm(work.normed, layer.qkv[:, queries:], out=keys_values)
-            triton_rows.rope_write(
-                *(keys_values, positions, seqs, page_rows, self._cosines, self._sines),
-                *(None, None, eps, work.queries[:, :0], layer.k_cache, layer.v_cache),
-            )
+        self._write_keys_values(work, *given[1:])
 
     def draft(self, states: Tensor, last_seen: Tensor, *given: Any) -> None:
         """A pass over blocks: f32[T, 1, hidden], what a token's block begins with, and i32[T], its last position; then

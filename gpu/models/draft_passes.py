@@ -15,8 +15,9 @@ from gpu.kernels.native import entry, kernel
 from gpu.kernels.vectors import word
 from gpu.models.passes import PARTS, make_pass
 from gpu.models.product_phases import make_multiply
-from gpu.models.row_phases import make_cache_rows, make_norm_rows, make_norm_states
+from gpu.models.row_phases import make_cache_rows, make_embed_rows, make_norm_rows, make_norm_states
 from gpu.models.words import (
+    ADD,
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -32,6 +33,8 @@ from gpu.models.words import (
     STATE_PARTS,
     STORE,
     TOKEN_COUNT,
+    TOKEN_IN,
+    TOKEN_IN_SCALES,
 )
 
 
@@ -44,7 +47,9 @@ def _make_know(
     weight_bytes: int,
     activation_bytes: int,
     cache_bytes: int,
+    tokens_in: bool,
 ) -> Callable[[int, int, int, int], None]:
+    embed_rows = make_embed_rows(embed)
     norm_rows = make_norm_rows(condense, activation_bytes)
     norm_states = make_norm_states(condense, activation_bytes)
     cache_rows = make_cache_rows(write_cache, cache_bytes)
@@ -57,9 +62,17 @@ def _make_know(
         kv = 2 * word(block, KV_HEADS) * word(block, HEAD_DIM)
         stride = 4 * (attended + kv)
         w, s, wide = word(block, STATE_IN), word(block, STATE_IN_SCALES), hidden * word(block, STATE_PARTS)
+        x, how = word(block, RESIDUAL), STORE
+        if tokens_in:
+            how = ADD
+            serial = embed_rows(block, control, serial)
+            serial = norm_rows(block, worker, control, serial, 2 * word(block, LAYERS) + 1, OF_TOKENS)
+            serial = multiply(
+                block, worker, control, serial, rows, hidden, hidden,
+                word(block, TOKEN_IN), word(block, TOKEN_IN_SCALES), x, 4 * hidden, STORE,
+            )  # fmt: skip
         serial = norm_states(block, worker, control, serial)
-        x = word(block, RESIDUAL)
-        serial = multiply(block, worker, control, serial, rows, wide, hidden, w, s, x, 4 * hidden, STORE)
+        serial = multiply(block, worker, control, serial, rows, wide, hidden, w, s, x, 4 * hidden, how)
         for layer in range(word(block, LAYERS)):
             table = word(block, LAYER_TABLE) + 8 * LAYER_WORDS * layer
             # Keys and values alone: the queries' columns, whole panels, are passed over and stay what they were.
@@ -75,7 +88,11 @@ def _make_know(
 _joined_int8, _joined_bfloat16, _joined_float32 = (
     make_pass(*PARTS[dtype], tokens_in=True, states_in=True) for dtype in (INT8, BFLOAT16, FLOAT32)
 )
-_know_int8, _know_bfloat16, _know_float32 = (_make_know(*PARTS[dtype]) for dtype in (INT8, BFLOAT16, FLOAT32))
+_resumed_int8, _resumed_bfloat16, _resumed_float32 = (
+    make_pass(*PARTS[dtype], begins=False) for dtype in (INT8, BFLOAT16, FLOAT32)
+)
+_know_int8, _know_bfloat16, _know_float32 = (_make_know(*PARTS[dtype], False) for dtype in (INT8, BFLOAT16, FLOAT32))
+_learn_int8, _learn_bfloat16, _learn_float32 = (_make_know(*PARTS[dtype], True) for dtype in (INT8, BFLOAT16, FLOAT32))
 
 
 @entry
@@ -114,5 +131,43 @@ def know_float32(worker: int, block: int, control: int, first: int) -> None:
     _know_float32(worker, block, control, first)
 
 
+@entry
+def resumed_int8(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass that goes on with states, with int8 weights."""
+    _resumed_int8(worker, block, control, first)
+
+
+@entry
+def resumed_bfloat16(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass that goes on with states, with bfloat16 weights."""
+    _resumed_bfloat16(worker, block, control, first)
+
+
+@entry
+def resumed_float32(worker: int, block: int, control: int, first: int) -> None:
+    """Job: a pass that goes on with states, with float32 weights."""
+    _resumed_float32(worker, block, control, first)
+
+
+@entry
+def learn_int8(worker: int, block: int, control: int, first: int) -> None:
+    """Job: keys and values of mtp by states and the tokens behind, with int8 weights."""
+    _learn_int8(worker, block, control, first)
+
+
+@entry
+def learn_bfloat16(worker: int, block: int, control: int, first: int) -> None:
+    """Job: keys and values of mtp by states and the tokens behind, with bfloat16 weights."""
+    _learn_bfloat16(worker, block, control, first)
+
+
+@entry
+def learn_float32(worker: int, block: int, control: int, first: int) -> None:
+    """Job: keys and values of mtp by states and the tokens behind, with float32 weights."""
+    _learn_float32(worker, block, control, first)
+
+
 JOINED = {INT8: joined_int8, BFLOAT16: joined_bfloat16, FLOAT32: joined_float32}
 KNOW = {INT8: know_int8, BFLOAT16: know_bfloat16, FLOAT32: know_float32}
+RESUMED = {INT8: resumed_int8, BFLOAT16: resumed_bfloat16, FLOAT32: resumed_float32}
+LEARN = {INT8: learn_int8, BFLOAT16: learn_bfloat16, FLOAT32: learn_float32}

@@ -79,6 +79,14 @@ class _HostDrafter(HostLlama):
         self._set_float(words.LIMIT_STATE, activation_limit(parts * self.info.hidden_size))
         self._set_matrix(words.STATE_IN, matrix)
 
+    def _do(self, job: Any, given: tuple[Any, ...]) -> None:
+        """Another job than the usual one."""
+        usual, self._pass = self._pass, job
+        try:
+            self.forward(*given)
+        finally:
+            self._pass = usual
+
     def _state_shape(self, parts: int) -> tuple[int, int]:
         return parts, self.info.hidden_size
 
@@ -91,15 +99,24 @@ class HostMtp(_HostDrafter):
     def __init__(self, target: HostLlama, target_head: Float32, file: DrafterFile) -> None:
         """See above."""
         super().__init__(target, target_head, file)
-        self._pass = draft_passes.JOINED[target.dtype]
-        self._pass.compile()
+        self._pass = self._joined = draft_passes.JOINED[target.dtype]
+        self._learn, self._resumed = draft_passes.LEARN[target.dtype], draft_passes.RESUMED[target.dtype]
+        for job in (self._joined, self._learn, self._resumed):
+            job.compile()
 
-    def follow(self, states: Float32, *given: Any) -> None:
-        """A pass behind the target's: states f32 [T, taps, hidden]; then what `HostLlama.forward` is given, where
-        tokens int32 [T] are those behind the places, and logits float32 [S, D].
+    def learn(self, states: Float32, *given: Any) -> None:
+        """Give the layer the keys and values of T places by the target's states, f32 [T, taps, hidden], and the tokens
+        behind them; then what `HostLlama.forward` is given, which wants no logits. `residual` has what is joined.
         """
         self._join(states, self.parts, 3, self._target_in)
-        self.forward(*given)
+        self._do(self._learn, given)
+
+    def begin(self, states: Float32, *given: Any) -> None:
+        """A pass over one place of each row that goes on with what `learn` left of it: f32 [T, 1, hidden]; then what
+        `HostLlama.forward` is given, of whose tokens nothing is read, logits f32 [S, D].
+        """
+        np.copyto(self.residual[: len(states)], states[:, 0])
+        self._do(self._resumed, given)
 
     def draft(self, states: Float32, *given: Any) -> None:
         """A pass behind its own: states f32 [T, 1, hidden], a copy of what that left in `residual`."""
@@ -116,7 +133,7 @@ class HostDflash(_HostDrafter):
         """See above."""
         super().__init__(target, target_head, file)
         self.mask = file.mask
-        self._pass = self._block_pass = draft_passes.JOINED[target.dtype]
+        self._pass = draft_passes.JOINED[target.dtype]
         self._know = draft_passes.KNOW[target.dtype]
         self._pass.compile()
         self._know.compile()
@@ -126,11 +143,7 @@ class HostDflash(_HostDrafter):
         `HostLlama.forward` is given, of whose tokens nothing is read, and which wants no logits.
         """
         self._join(states, self.parts, 3, self._target_in)
-        self._pass = self._know
-        try:
-            self.forward(*given)
-        finally:
-            self._pass = self._block_pass
+        self._do(self._know, given)
 
     def draft(
         self,

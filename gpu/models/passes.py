@@ -97,10 +97,13 @@ def make_pass(
     weight_bytes: int,
     activation_bytes: int,
     cache_bytes: int,
+    begins: bool = True,
     tokens_in: bool = False,
     states_in: bool = False,
 ) -> Callable[[int, int, int, int], None]:
-    """tokens_in: tokens go through a matrix first, as a drafter's do. states_in: states from elsewhere join them."""
+    """begins: with tokens, or else with what `residual` holds. tokens_in: they go through a matrix first, as those of
+    drafters do. states_in: states from elsewhere join them.
+    """
     embed_rows = make_embed_rows(embed)
     norm_rows = make_norm_rows(condense, activation_bytes)
     norm_states = make_norm_states(condense, activation_bytes)
@@ -116,7 +119,8 @@ def make_pass(
         attended = word(block, HEADS) * word(block, HEAD_DIM)
         qkv = attended + 2 * word(block, KV_HEADS) * word(block, HEAD_DIM)
         x = word(block, RESIDUAL)
-        serial = embed_rows(block, control, serial)
+        if begins:
+            serial = embed_rows(block, control, serial)
         if tokens_in:
             w, s = word(block, TOKEN_IN), word(block, TOKEN_IN_SCALES)
             serial = norm_rows(block, worker, control, serial, 2 * word(block, LAYERS) + 1, OF_TOKENS)

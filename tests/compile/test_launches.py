@@ -17,7 +17,7 @@ import triton
 
 from gpu.kernels import triton_pages, triton_sampling, triton_window
 from gpu.kernels.cuda_sampling_work import scratch_words
-from gpu.kernels.draft_kernels import Kept, Tail, Text
+from gpu.kernels.draft_kernels import Tail, Text
 from gpu.kernels.step_kernels import Extents, Gained, PassShape, Rows, Tables
 from gpu.kernels.triton_compile import TARGETS, compile_spec
 from gpu.kernels.triton_gather import SPEC_WINDOWS, spec_layouts
@@ -131,7 +131,8 @@ def run_drafters(size: Size) -> None:
     states = torch.zeros(8, SPEC_TAPS, size.hidden)
     passed = (ints(8), ints(8), ints(8), ints(2, PER_ROW))
     rest = ints(2), torch.zeros(2, 20), Extents(ints(3), ints(2), 4)
-    mtp.follow(states, *passed, *rest)
+    mtp.learn(states, *passed, *rest)
+    mtp.begin(states[:, :1].contiguous(), *passed, *rest)
     mtp.draft(states[:, :1].contiguous(), *passed, *rest)
     dflash.know(states, *passed, *rest)
     dflash.draft(states[:, :1].contiguous(), ints(8), *passed, *rest)
@@ -225,7 +226,7 @@ def run_trained() -> None:
     """What trained drafters of either kind do in a step, with chunks and without."""
     most, kernels = SPEC_WINDOWS[-1], TritonTrainedKernels()
     rows, tails, tokens = empty_rows(most), ints(RUNNING), RUNNING * most + CHUNK
-    kept = Kept(ints(ENTRIES), torch.zeros(ENTRIES, SPEC_HIDDEN))
+    kept = torch.zeros(ENTRIES, SPEC_HIDDEN)
     kernels.note_tails(ints(8, 128), [Tail(1, 9)], tails)
     chunks = PassShape(2, 3, 2 * most + 9, 1, 5, most)
     for shape in (PassShape.of_decode(1, most), PassShape.of_decode(RUNNING, most), chunks, PassShape.of_decode(1)):
@@ -233,12 +234,10 @@ def run_trained() -> None:
         kernels.newest_places(ints(RUNNING), rows, shape, ints(RUNNING))
         for dtype in (torch.bfloat16, torch.float32):
             residual, entries = torch.zeros(tokens, SPEC_HIDDEN, dtype=dtype), rows.entries[: shape.gainers]
-            kernels.keep(kept, entries, ints(RUNNING), residual, ints(RUNNING))
+            kernels.keep(kept, entries, residual, ints(RUNNING))
         if shape.window > 1:
             kernels.recall(kept, rows, shape, torch.zeros(shape.decode, 1, SPEC_HIDDEN))
-            alone = kept._replace(first=None)
-            kernels.recall(alone, rows, shape, torch.zeros(shape.decode * most, 1, SPEC_HIDDEN))
-            kernels.keep(alone, rows.entries[: shape.gainers], None, torch.zeros(tokens, SPEC_HIDDEN), ints(RUNNING))
+            kernels.recall(kept, rows, shape, torch.zeros(shape.decode * most, 1, SPEC_HIDDEN))
             kernels.lay_blocks(rows, shape, 7, *(ints(shape.decode * most) for _ in range(3)))
         logits = torch.zeros(shape.decode, SPEC_VOCABULARY)
         kernels.put_drafts(logits, ints(SPEC_VOCABULARY), rows.tokens, most, 1)

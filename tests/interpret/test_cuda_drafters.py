@@ -79,15 +79,18 @@ def test_mtp_goes_on_as_in_torch(folder: Path, mtp: Trained, dtype: str, toleran
     with torch.no_grad():
         states = [state[0, 0] for state in mtp.model.states(answers, DRAFTS)]
         wanted = [mtp.model.logits(state) for state in states]
-    logits = torch.zeros(1, len(drafter.vocabulary))
+    logits, none = torch.zeros(1, len(drafter.vocabulary)), torch.zeros(0, len(drafter.vocabulary))
     behind = answers.tokens[0, 1:].int()
     for first, end in ((0, 6), (6, begin + 1)):
         passed, extents = places(first, end)
         given = answers.states[0, first:end].contiguous()
-        drafter.follow(given, behind[first:end], *passed, ints([end - first - 1]), logits, extents)
-    near(drafter.residual[begin - 6], states[0], tolerance)
+        drafter.learn(given, behind[first:end], *passed, ints([]), none, extents)
+    joined = drafter.residual[begin - 6].float()[None, None].clone()
+    passed, extents = places(begin, begin + 1)
+    drafter.begin(joined, ints([0]), *passed, ints([0]), logits, extents)
+    near(drafter.residual[0], states[0], tolerance)
     near(logits[0], wanted[0], tolerance)
-    state = drafter.residual[begin - 6].float().clone()
+    state = drafter.residual[0].float().clone()
     for number in range(1, DRAFTS):
         place = begin + number
         passed, extents = places(place, place + 1)
@@ -179,8 +182,8 @@ def test_a_drafter_that_does_not_fit_is_refused(folder: Path, mtp: Trained, tmp_
     passed, extents = places(0, 2)
     with pytest.raises(ValueError, match="states"):
         states = torch.zeros(2, 3, mtp.info.hidden_size)
-        drafter.follow(states, ints([0, 0]), *passed, ints([]), torch.zeros(0, len(drafter.vocabulary)), extents)
+        drafter.learn(states, ints([0, 0]), *passed, ints([]), torch.zeros(0, len(drafter.vocabulary)), extents)
     passed, extents = places(0, LENGTH + 1)
     with pytest.raises(ValueError, match="exceeds the buffers"):
         states = torch.zeros(LENGTH + 1, len(TAPS), mtp.info.hidden_size)
-        drafter.follow(states, passed[0], *passed, ints([]), torch.zeros(0, len(drafter.vocabulary)), extents)
+        drafter.learn(states, passed[0], *passed, ints([]), torch.zeros(0, len(drafter.vocabulary)), extents)

@@ -13,7 +13,7 @@ import torch
 
 from gpu.device.protocol import DeviceError
 from gpu.kernels import plain_trained, triton_trained
-from gpu.kernels.draft_kernels import NO_TAIL, Kept, Tail
+from gpu.kernels.draft_kernels import NO_TAIL, Tail
 from gpu.kernels.step_kernels import PassShape, Rows
 from gpu.kernels.trained import HostTrainedKernels
 from gpu.kernels.triton_trained import TritonTrainedKernels
@@ -46,11 +46,11 @@ class World:
     targets: Any
     counts: Any
     tails: Any
-    kept: Kept
+    kept: Any  # f32[ENTRIES, HIDDEN]
 
     def copy(self) -> "World":
-        rows, kept = Rows(*(a.copy() for a in self.rows)), Kept(*(a.copy() for a in self.kept))
-        return World(rows, self.shape, self.targets.copy(), self.counts.copy(), self.tails.copy(), kept)
+        rows = Rows(*(a.copy() for a in self.rows))
+        return World(rows, self.shape, self.targets.copy(), self.counts.copy(), self.tails.copy(), self.kept.copy())
 
 
 def random_world(rng: np.random.Generator, window: int, chunks: int | None = None) -> World:
@@ -76,9 +76,7 @@ def random_world(rng: np.random.Generator, window: int, chunks: int | None = Non
     targets = np.concatenate([rng.integers(-1, 60, shape.samples), [SENTINEL]]).astype(np.int32)
     counts = np.concatenate([rng.integers(1, window + 1, decode), np.ones(shape.lasts + 1)]).astype(np.int32)
     tails = np.concatenate([np.where(is_last, NO_TAIL, rng.integers(1, 60, len(sizes))), [SENTINEL] * 2])
-    kept = Kept(
-        rng.integers(0, 60, ENTRIES).astype(np.int32), rng.standard_normal((ENTRIES, HIDDEN)).astype(np.float32)
-    )
+    kept = rng.standard_normal((ENTRIES, HIDDEN)).astype(np.float32)
     return World(rows, shape, targets, counts, tails.astype(np.int32), kept)
 
 
@@ -131,62 +129,29 @@ def test_blocks_are_laid_the_same_on_all_three(seed: int) -> None:
     assert not any(seen.written(array).any() for array in made)
 
 
+@pytest.mark.parametrize("each", ["once", "for each token"])
 @pytest.mark.parametrize("seed", range(6))
-def test_what_is_kept_is_recalled_the_same_on_all_three(seed: int) -> None:
-    window = 2 + seed % 3
-    worlds = [random_world(np.random.default_rng(seed), window)]
-    worlds += [worlds[0].copy(), worlds[0].copy()]
-    shape, rng = worlds[0].shape, np.random.default_rng(9)
-    residual = rng.standard_normal((shape.tokens + 2, HIDDEN)).astype(np.float32)
-    places = rng.integers(0, shape.tokens, shape.gainers).astype(np.int32)
-    best = rng.integers(0, 60, shape.gainers).astype(np.int32)
-    states = [np.full((shape.decode, 1, HIDDEN), np.nan, np.float32) for _ in worlds]
-    plain, host, cuda = worlds
-    plain_trained.keep(plain.kept, plain.rows.entries[: shape.gainers], best, residual, places)
-    plain_trained.recall(plain.kept, plain.rows, shape, states[0])
-    HOST.keep(host.kept, host.rows.entries[: shape.gainers], best, residual, places)
-    HOST.recall(host.kept, host.rows, shape, states[1])
-    kept, rows, given = tensors(cuda.kept), tensors(cuda.rows), torch.from_numpy(states[2])
-    with trace() as seen:
-        arrays = (torch.from_numpy(array) for array in (best, residual, places))
-        CUDA.keep(kept, rows.entries[: shape.gainers], *arrays)
-        CUDA.recall(kept, rows, shape, given)
-    live = plain.rows.entries[: shape.decode] > 0
-    first = np.arange(shape.decode) * window + 1
-    for one, recalled in ((host, states[1]), (cuda, states[2])):
-        for kept_there, wanted in zip(one.kept, plain.kept, strict=True):
-            np.testing.assert_array_equal(kept_there[1:], wanted[1:])
-        np.testing.assert_array_equal(recalled[live], states[0][live])
-        np.testing.assert_array_equal(one.rows.tokens[first[live]], plain.rows.tokens[first[live]])
-    assert not seen.written(kept.first)[0] and not seen.written(kept.states)[0].any(), "padding keeps nothing"
-    written = np.zeros(len(cuda.rows.tokens), np.bool_)
-    written[first] = True
-    np.testing.assert_array_equal(seen.written(rows.tokens), written)
-
-
-@pytest.mark.parametrize("seed", range(4))
-def test_states_alone_are_recalled_for_whole_windows(seed: int) -> None:
-    """As dflash has them: no first draft is kept, and every token of a block begins with its row's state."""
+def test_what_is_kept_is_recalled_the_same_on_all_three(seed: int, each: str) -> None:
     window = 2 + seed % 3
     world = random_world(np.random.default_rng(seed), window)
-    shape, rng = world.shape, np.random.default_rng(9)
+    shape, rng, times = world.shape, np.random.default_rng(9), 1 if each == "once" else window
     residual = rng.standard_normal((shape.tokens + 2, HIDDEN)).astype(np.float32)
     places = rng.integers(0, shape.tokens, shape.gainers).astype(np.int32)
-    kept = [Kept(None, world.kept.states.copy()) for _ in range(3)]
-    states = [np.full((shape.decode * window, 1, HIDDEN), np.nan, np.float32) for _ in kept]
-    entries = world.rows.entries[: shape.gainers]
-    for kernels, one, recalled in ((plain_trained, kept[0], states[0]), (HOST, kept[1], states[1])):
-        kernels.keep(one, entries, None, residual, places)
-        kernels.recall(one, world.rows, shape, recalled)
-    made, given = tensors(world.rows), torch.from_numpy(states[2])
-    there = Kept(None, torch.from_numpy(kept[2].states))
+    kept = [world.kept.copy() for _ in range(3)]
+    states = [np.full((shape.decode * times, 1, HIDDEN), np.nan, np.float32) for _ in kept]
+    entries, kernels = world.rows.entries[: shape.gainers], (plain_trained, HOST)
+    for one, known, recalled in zip(kernels, kept, states, strict=False):
+        one.keep(known, entries, residual, places)
+        one.recall(known, world.rows, shape, recalled)
+    made, there, given = tensors(world.rows), torch.from_numpy(kept[2]), torch.from_numpy(states[2])
     with trace() as seen:
-        CUDA.keep(there, made.entries[: shape.gainers], None, torch.from_numpy(residual), torch.from_numpy(places))
+        CUDA.keep(there, made.entries[: shape.gainers], torch.from_numpy(residual), torch.from_numpy(places))
         CUDA.recall(there, made, shape, given)
-    live = np.repeat(world.rows.entries[: shape.decode] > 0, window)
-    for one, recalled in zip(kept[1:], states[1:], strict=True):
-        np.testing.assert_array_equal(one.states[1:], kept[0].states[1:])
+    live = np.repeat(world.rows.entries[: shape.decode] > 0, times)
+    for known, recalled in zip(kept[1:], states[1:], strict=True):
+        np.testing.assert_array_equal(known[1:], kept[0][1:])
         np.testing.assert_array_equal(recalled[live], states[0][live])
+    assert not seen.written(there)[0].any(), "padding keeps nothing"
     assert not any(seen.written(array).any() for array in made), "no token is drafted by that"
 
 
@@ -235,9 +200,9 @@ def test_states_are_copied_whatever_their_type() -> None:
     residual, states = torch.randn(3, HIDDEN, dtype=torch.bfloat16), torch.zeros(2, 1, HIDDEN)
     CUDA.copy_states(residual[:2], states)
     assert torch.equal(states[:, 0], residual[:2].float())
-    kept = Kept(torch.zeros(ENTRIES, dtype=torch.int32), torch.zeros(ENTRIES, HIDDEN))
-    CUDA.keep(kept, *(torch.tensor([n], dtype=torch.int32) for n in (4, 8)), residual, torch.tensor([2]).int())
-    assert torch.equal(kept.states[4], residual[2].float()) and kept.first.tolist() == [0] * 4 + [8] + [0] * 7
+    kept = torch.zeros(ENTRIES, HIDDEN)
+    CUDA.keep(kept, torch.tensor([4], dtype=torch.int32), residual, torch.tensor([2]).int())
+    assert torch.equal(kept[4], residual[2].float()) and not kept[5:].any()
 
 
 @pytest.mark.parametrize("name", ["entries", "places"])
@@ -245,16 +210,16 @@ def test_nothing_else_is_touched_whatever_the_device_holds(name: str) -> None:
     """The trace raises before a kernel touches what it was not given."""
     count, window = len(WILD), 2
     world = random_world(np.random.default_rng(0), window)
-    kept = tensors(world.kept)
+    kept = torch.from_numpy(world.kept.copy())
     arrays = {field: torch.zeros(count * window, dtype=torch.int32) for field in Rows._fields}
     rows, residual = Rows(**arrays), torch.zeros(ENTRIES, HIDDEN)
     rows.entries[:count] = torch.arange(1, count + 1)
     places = torch.zeros(count, dtype=torch.int32)
     (rows.entries if name == "entries" else places)[:count] = torch.from_numpy(WILD)
     with trace() as seen:
-        CUDA.keep(kept, rows.entries[:count], rows.tokens, residual, places)
+        CUDA.keep(kept, rows.entries[:count], residual, places)
         CUDA.recall(kept, rows, PassShape.of_decode(count, window), torch.zeros(count, 1, HIDDEN))
-    assert not any(seen.written(array).any() for array in kept)
+    assert not seen.written(kept).any()
 
 
 @pytest.mark.parametrize("wild", WILD.tolist())

@@ -33,6 +33,7 @@ from tests.model_factory import TinyLlama
 from tools.drafter_data import Writer, prompts_of
 from tools.drafter_dflash import Dflash
 from tools.drafter_model import Answers, side_by_side
+from tools.drafter_mtp import Mtp
 from tools.train_drafter import Settings, Trainer, write_data
 
 PAGE, DIM = 16, TinyLlama().head_dim
@@ -194,23 +195,34 @@ def met_before(prompt: list[int], other: int) -> list[int]:
 def test_the_state_of_mtp_is_what_torch_makes_of_the_whole_text(
     model: Path, mtp: Trainer, prompts: list[list[int]], before: str
 ) -> None:
-    """After chunks, windows and steps without drafts: the first draft and the state at the row's last place."""
-    seen: list[tuple[int, int, Any]] = []
+    """After chunks, windows and steps without drafts: what the row's last place joins, and all
+    keys and values.
+    """
+    seen: list[tuple[Any, ...]] = []
 
     def look(length: int, drafter: MtpDrafter, pages: Any) -> None:
-        seen.append((length, int(drafter._first.array[1]), drafter._state.array[1].copy()))
+        places = (pages[:, None] * PAGE + np.arange(PAGE)).reshape(-1)
+        made = keys_of(drafter._model.k_cache), values_of(drafter._model.v_cache)
+        seen.append((length, drafter._state.array[1].copy(), *(part[0, places] for part in made)))
 
     first = met_before(prompts[0], 0) if before != "nothing" else []
     got, answers = watched(model, mtp, prompts[0], look, first)
+    drafter = mtp.model
+    assert isinstance(drafter, Mtp)
     with torch.no_grad():
-        (states,) = mtp.model.states(answers, 1)
-        firsts = mtp.model.target.vocabulary[mtp.model.logits(states).argmax(-1)][0]
+        behind = drafter.token_in(drafter.token_norm(drafter.target.embed(answers.tokens[:, 1:]))).float()
+        joined = behind + drafter.target_in(answers.states)[:, : behind.shape[1]].float()
+        (layer,) = drafter.layers
+        normed, everywhere = layer.input_norm(joined), torch.arange(joined.shape[1])
+        keys, values = drafter.heads.rotate(layer.k(normed), everywhere)[0], drafter.heads.split(layer.v(normed))[0]
     checked = 0
-    for length, drafted, state in seen:
-        if len(prompts[0]) <= length < min(len(prompts[0]) + len(got), states.shape[1]):
-            wanted = states[0, length - 1].numpy()
+    for length, state, *caches in seen:
+        if len(prompts[0]) <= length < min(len(prompts[0]) + len(got), joined.shape[1]):
+            wanted = joined[0, length - 1].numpy()
             assert np.abs(state - wanted).max() < 0.02 * np.abs(wanted).max()
-            assert drafted == int(firsts[length - 1])
+            for found, one in zip(caches, (keys, values), strict=True):
+                exact = one[:, :length].numpy().swapaxes(0, 1)
+                assert np.abs(found[:length] - exact).max() < 0.02 * np.abs(exact).max()
             checked += 1
     assert checked > 5
 
@@ -297,7 +309,7 @@ DECLARED = [
     ("mtp", "draft", "writes", "batch.tokens"),
     ("mtp", "draft extend", "reads", "target.states"),
     ("mtp", "draft extend", "reads", "batch.targets"),
-    ("mtp", "draft extend", "writes", "mtp.first"),
+    ("mtp", "draft extend", "writes", "mtp.state"),
     ("mtp", "note tails", "writes", "mtp.tails"),
     ("mtp", "model", "writes", "target.states"),
     ("dflash", "draft", "reads", "batch.positions"),

@@ -73,10 +73,13 @@ def test_mtp_goes_on_as_in_torch(folder: Path, mtp: Trained, dtype: str, toleran
     count = begin + 1
     given = np.ascontiguousarray(answers.states[0, :count].numpy())
     at, seqs = np.arange(count, dtype=np.int32), np.zeros(count, np.int32)
-    drafter.follow(given, behind[:count].copy(), at, seqs, PAGES, ints(count - 1), logits)
-    near(drafter.residual[count - 1], states[0], tolerance)
+    nothing = ints(), np.zeros((0, len(drafter.vocabulary)), np.float32)
+    drafter.learn(given, behind[:count].copy(), at, seqs, PAGES, *nothing)
+    joined = drafter.residual[count - 1][None, None].copy()
+    drafter.begin(joined, ints(0), ints(count - 1), ints(0), PAGES, ints(0), logits)
+    near(drafter.residual[0], states[0], tolerance)
     near(logits[0], wanted[0], tolerance)
-    state = drafter.residual[count - 1].copy()
+    state = drafter.residual[0].copy()
     for number in range(1, DRAFTS):
         place = begin + number
         drafter.draft(state[None, None], behind[place : place + 1].copy(), ints(place), ints(0), PAGES, ints(0), logits)
@@ -178,7 +181,7 @@ def test_states_of_another_form_are_refused(folder: Path, mtp: Trained) -> None:
     drafter = opened(HostMtp, folder, mtp.file)
     logits = np.zeros((0, len(drafter.vocabulary)), np.float32)
     with pytest.raises(ValueError, match="states"):
-        drafter.follow(np.zeros((2, 3, 64), np.float32), ints(0, 0), ints(0, 1), ints(0, 0), PAGES, ints(), logits)
+        drafter.learn(np.zeros((2, 3, 64), np.float32), ints(0, 0), ints(0, 1), ints(0, 0), PAGES, ints(), logits)
 
 
 def test_a_token_that_sees_beyond_its_row_is_refused(folder: Path, dflash: Trained) -> None:
