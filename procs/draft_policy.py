@@ -65,7 +65,7 @@ class _Batch:
         self._ns = {False: deque[int](maxlen=KEPT), True: deque[int](maxlen=KEPT)}  # by whether there were drafts
         self.pays = False
         loses = smaller is not None and smaller.loses
-        self._hold = smaller._hold if smaller is not None and loses else HOLD_STEPS  # between two trials
+        self._hold: int = smaller._hold if smaller is not None and loses else HOLD_STEPS  # between two trials
         self._wait = self._hold if loses else FIRST_PLAIN  # steps until the other kind is tried
         self._trial = 0  # steps of it that are still to come
         self._since_trial = 0
