@@ -132,9 +132,9 @@ def test_a_stop_token_inside_of_a_window(server: LiveServer, whole: dict[str, An
         (("--speculate", "nothing-known"), "nothing-known"),
         (("--speculate", "ngram", "--draft-tokens", "0"), "--draft-tokens: must be 1 to 15, got 0"),
         (("--speculate", "ngram", "--draft-tokens", "16"), "--draft-tokens: must be 1 to 15, got 16"),
-        (("--model", "{tiny}", "--speculate", "mtp"), "no mtp drafter is shipped for tiny"),
+        (("{tiny}", "--speculate", "mtp"), "no mtp drafter is shipped for tiny"),
         (
-            ("--model", "{tiny}", "--speculate", "{shipped}"),
+            ("{tiny}", "--speculate", "{shipped}"),
             "it is the drafter of another model than tiny: its token_in",
         ),
         (("--ngram-shared",), "--ngram-shared: needs --speculate ngram"),
