@@ -11,7 +11,7 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-from procs.drafter_files import TRAINED, find_drafter
+from procs.drafter_files import TRAINED, WITHOUT_MODEL, find_drafter
 from procs.model_download import Progress
 from procs.model_files import PACKAGED_MODELS, read_model_info, resolve_model
 from procs.model_memory import kv_bytes_per_token, memory_available, memory_needed, require_memory
@@ -97,14 +97,14 @@ def _require_usable_key(key: str | None) -> None:
 
 def _read_drafter(speculate: str, target: Path, progress: Progress) -> ModelInfo | None:
     """The model that shall draft for the one at `target`, if a model shall. Raises CliError for other tokens."""
-    if speculate in ("off", "ngram"):
+    if speculate in WITHOUT_MODEL:
         return None
     try:
         path = resolve_model(speculate, progress)
     except ModelError as error:
         raise CliError(
-            f"--speculate: {speculate[:80]} is none of off, ngram, {', '.join(TRAINED)}, no folder of a trained "
-            f"drafter, and no model ({error})"
+            f"--speculate: {speculate[:80]} is none of {', '.join((*WITHOUT_MODEL, *TRAINED))}, no folder of a "
+            f"trained drafter, and no model ({error})"
         ) from None
     info = read_model_info(path)
     if load_tokenizer(path).get_vocab() != load_tokenizer(target).get_vocab():

@@ -134,8 +134,9 @@ Speculate = Annotated[
     str,
     typer.Option(
         help="What drafts tokens for the model to take or refuse, several in one step. The answers are the same. "
-        "off: nothing. ngram: what once followed on the last tokens in the request's own text. Or a smaller model with "
-        "the same tokens, given as MODEL is. Or the folder of a drafter that was trained for the model.",
+        "off: nothing. ngram: what once followed on the last tokens in the request's own text. mtp, dflash: drafters "
+        "that were trained for the default model and come with the server. Or the folder of one that "
+        "tools.train_drafter has made. Or a smaller model with the same tokens, given as MODEL is.",
         rich_help_panel=RUNNING,
     ),
 ]

@@ -15,6 +15,7 @@ from shm.tensor_map import ModelError
 # A folder for each model, in it one for each kind of drafter.
 SHIPPED = Path(__file__).resolve().parent.parent / "gpu" / "drafters" / "shipped"
 TRAINED = (MTP, DFLASH)
+WITHOUT_MODEL = ("off", "ngram")  # what --speculate may say for which there is no file
 
 
 def find_drafter(name: str, target: ModelInfo, path_of_target: Path) -> DrafterFile | None:
@@ -22,7 +23,7 @@ def find_drafter(name: str, target: ModelInfo, path_of_target: Path) -> DrafterF
     folder that holds one, or its file. None: it stands for no trained drafter. Raises ModelError, with the reason,
     where the drafter is not one of this model.
     """
-    if name in ("off", "ngram"):
+    if name in WITHOUT_MODEL:
         return None
     if name in TRAINED:
         return _same_tokens(_shipped(name, target), target, path_of_target)
