@@ -13,11 +13,10 @@ from typing import Any
 from gpu.kernels.gemm import BFLOAT16, COLUMNS, FLOAT32, INT8
 from gpu.kernels.native import entry, kernel
 from gpu.kernels.vectors import word
-from gpu.models.passes import PARTS, make_pass
+from gpu.models.passes import PARTS, make_begin, make_pass
 from gpu.models.product_phases import make_multiply
-from gpu.models.row_phases import make_cache_rows, make_embed_rows, make_norm_rows, make_norm_states
+from gpu.models.row_phases import make_cache_rows, make_norm_rows
 from gpu.models.words import (
-    ADD,
     HEAD_DIM,
     HEADS,
     HIDDEN,
@@ -27,14 +26,8 @@ from gpu.models.words import (
     LAYERS,
     OF_TOKENS,
     QKV,
-    RESIDUAL,
-    STATE_IN,
-    STATE_IN_SCALES,
-    STATE_PARTS,
     STORE,
     TOKEN_COUNT,
-    TOKEN_IN,
-    TOKEN_IN_SCALES,
 )
 
 
@@ -49,11 +42,11 @@ def _make_know(
     cache_bytes: int,
     tokens_in: bool,
 ) -> Callable[[int, int, int, int], None]:
-    embed_rows = make_embed_rows(embed)
+    sizes = weight_bytes, activation_bytes
+    begin = make_begin(rows_by_panel, condense, embed, *sizes, begins=tokens_in, tokens_in=tokens_in, states_in=True)
     norm_rows = make_norm_rows(condense, activation_bytes)
-    norm_states = make_norm_states(condense, activation_bytes)
     cache_rows = make_cache_rows(write_cache, cache_bytes)
-    multiply = make_multiply(rows_by_panel, weight_bytes, activation_bytes)
+    multiply = make_multiply(rows_by_panel, *sizes)
 
     @kernel
     def run_know(worker: int, block: int, control: int, serial: int) -> None:
@@ -61,18 +54,7 @@ def _make_know(
         attended = word(block, HEADS) * word(block, HEAD_DIM)
         kv = 2 * word(block, KV_HEADS) * word(block, HEAD_DIM)
         stride = 4 * (attended + kv)
-        w, s, wide = word(block, STATE_IN), word(block, STATE_IN_SCALES), hidden * word(block, STATE_PARTS)
-        x, how = word(block, RESIDUAL), STORE
-        if tokens_in:
-            how = ADD
-            serial = embed_rows(block, control, serial)
-            serial = norm_rows(block, worker, control, serial, 2 * word(block, LAYERS) + 1, OF_TOKENS)
-            serial = multiply(
-                block, worker, control, serial, rows, hidden, hidden,
-                word(block, TOKEN_IN), word(block, TOKEN_IN_SCALES), x, 4 * hidden, STORE,
-            )  # fmt: skip
-        serial = norm_states(block, worker, control, serial)
-        serial = multiply(block, worker, control, serial, rows, wide, hidden, w, s, x, 4 * hidden, how)
+        serial = begin(block, worker, control, serial)
         for layer in range(word(block, LAYERS)):
             table = word(block, LAYER_TABLE) + 8 * LAYER_WORDS * layer
             # Keys and values alone: the queries' columns, whole panels, are passed over and stay what they were.

@@ -88,6 +88,44 @@ from gpu.models.words import (
 )
 
 
+def make_begin(
+    rows_by_panel: Callable[..., None],
+    condense: Callable[..., None],
+    embed: Callable[..., None],
+    weight_bytes: int,
+    activation_bytes: int,
+    begins: bool,
+    tokens_in: bool,
+    states_in: bool,
+) -> Callable[..., int]:
+    """Phases: what `residual` holds of each token when the layers begin. begins: with the token, or else it stays. In a
+    drafter tokens go through a matrix first (tokens_in), and states from elsewhere join them, or stand alone
+    (states_in).
+    """
+    embed_rows = make_embed_rows(embed)
+    norm_rows = make_norm_rows(condense, activation_bytes)
+    norm_states = make_norm_states(condense, activation_bytes)
+    multiply = make_multiply(rows_by_panel, weight_bytes, activation_bytes)
+    how = ADD if begins else STORE
+
+    @kernel
+    def begin(block: int, worker: int, control: int, serial: int) -> int:
+        rows, hidden, x = word(block, TOKEN_COUNT), word(block, HIDDEN), word(block, RESIDUAL)
+        if begins:
+            serial = embed_rows(block, control, serial)
+        if tokens_in:
+            w, s = word(block, TOKEN_IN), word(block, TOKEN_IN_SCALES)
+            serial = norm_rows(block, worker, control, serial, 2 * word(block, LAYERS) + 1, OF_TOKENS)
+            serial = multiply(block, worker, control, serial, rows, hidden, hidden, w, s, x, 4 * hidden, STORE)
+        if states_in:
+            w, s, wide = word(block, STATE_IN), word(block, STATE_IN_SCALES), hidden * word(block, STATE_PARTS)
+            serial = norm_states(block, worker, control, serial)
+            serial = multiply(block, worker, control, serial, rows, wide, hidden, w, s, x, 4 * hidden, how)
+        return serial
+
+    return begin
+
+
 def make_pass(
     rows_by_panel: Callable[..., None],
     condense: Callable[..., None],
@@ -101,17 +139,15 @@ def make_pass(
     tokens_in: bool = False,
     states_in: bool = False,
 ) -> Callable[[int, int, int, int], None]:
-    """begins: with tokens, or else with what `residual` holds. tokens_in: they go through a matrix first, as those of
-    drafters do. states_in: states from elsewhere join them.
-    """
-    embed_rows = make_embed_rows(embed)
+    """All layers and the logits. begins, tokens_in, states_in: see `make_begin`."""
+    sizes = weight_bytes, activation_bytes
+    begin = make_begin(rows_by_panel, condense, embed, *sizes, begins, tokens_in, states_in)
     norm_rows = make_norm_rows(condense, activation_bytes)
-    norm_states = make_norm_states(condense, activation_bytes)
     condense_rows = make_condense_rows(condense, activation_bytes)
     cache_rows = make_cache_rows(write_cache, cache_bytes)
     attend_rows = make_attend_rows(attend, cache_bytes)
-    multiply = make_multiply(rows_by_panel, weight_bytes, activation_bytes)
-    gate_up = make_gate_up(rows_by_panel, weight_bytes, activation_bytes)
+    multiply = make_multiply(rows_by_panel, *sizes)
+    gate_up = make_gate_up(rows_by_panel, *sizes)
 
     @kernel
     def run_pass(worker: int, block: int, control: int, serial: int) -> None:
@@ -119,16 +155,7 @@ def make_pass(
         attended = word(block, HEADS) * word(block, HEAD_DIM)
         qkv = attended + 2 * word(block, KV_HEADS) * word(block, HEAD_DIM)
         x = word(block, RESIDUAL)
-        if begins:
-            serial = embed_rows(block, control, serial)
-        if tokens_in:
-            w, s = word(block, TOKEN_IN), word(block, TOKEN_IN_SCALES)
-            serial = norm_rows(block, worker, control, serial, 2 * word(block, LAYERS) + 1, OF_TOKENS)
-            serial = multiply(block, worker, control, serial, rows, hidden, hidden, w, s, x, 4 * hidden, STORE)
-        if states_in:
-            w, s, wide = word(block, STATE_IN), word(block, STATE_IN_SCALES), hidden * word(block, STATE_PARTS)
-            serial = norm_states(block, worker, control, serial)
-            serial = multiply(block, worker, control, serial, rows, wide, hidden, w, s, x, 4 * hidden, ADD)
+        serial = begin(block, worker, control, serial)
         for layer in range(word(block, LAYERS)):
             table = word(block, LAYER_TABLE) + 8 * LAYER_WORDS * layer
             w, s = word(table, 0), word(table, 4)
@@ -136,14 +163,16 @@ def make_pass(
             serial = multiply(block, worker, control, serial, rows, hidden, qkv, w, s, word(block, QKV), 4 * qkv, STORE)
             serial = cache_rows(block, control, serial, layer)
             serial = attend_rows(block, worker, control, serial, layer)
-            limit, w, s = load_f32(block + 8 * LIMIT_ATTENTION), word(table, 1), word(table, 5)
+            limit = load_f32(block + 8 * LIMIT_ATTENTION)
             serial = condense_rows(block, control, serial, word(block, ATTENDED), attended, limit)
+            w, s = word(table, 1), word(table, 5)
             serial = multiply(block, worker, control, serial, rows, attended, hidden, w, s, x, 4 * hidden, ADD)
             serial = norm_rows(block, worker, control, serial, 2 * layer + 1, OF_TOKENS)
             w, s = word(table, 2), word(table, 6)
             serial = gate_up(block, worker, control, serial, w, s)
-            limit, w, s = load_f32(block + 8 * LIMIT_FFN), word(table, 3), word(table, 7)
+            limit = load_f32(block + 8 * LIMIT_FFN)
             serial = condense_rows(block, control, serial, word(block, GATED), ffn, limit)
+            w, s = word(table, 3), word(table, 7)
             serial = multiply(block, worker, control, serial, rows, ffn, hidden, w, s, x, 4 * hidden, ADD)
             if word(table, LAYER_TAP) != 0:
                 serial = tap_rows(block, control, serial, word(table, LAYER_TAP))
