@@ -4,14 +4,16 @@ Owns the measurements. Drafting pays while a row gains more tokens than the step
 on the text and the drafter, and is one number; how much longer the step gets depends on the machine and the batch, and
 is measured for every size of it. The kind of step that loses is tried again now and then, ever more seldom; and at once
 when the other one seems to lose, because steps get longer with the texts: only times of the same moment are compared.
-It never waits and drains nothing: what it chooses holds from the next step on, and the answers do not depend on it.
+A trial is counted where its steps are launched, not where their results are seen: steps are queued ahead of results,
+and each one too many would be paid for. It never waits and drains nothing: what it chooses holds from the next step on,
+and the answers do not depend on it.
 """
 
 from collections import deque
-from statistics import median
+from statistics import median_low
 
 FIRST_PLAIN = 2  # steps without drafts before the first with them
-TRIAL_ROWS, TRIAL_STEPS = 8, 3  # rows in all that a trial looks at, and the fewest steps
+TRIAL_ROWS, TRIAL_STEPS = 8, 2  # rows in all that a trial looks at, and the fewest steps
 HOLD_STEPS, HOLD_STEPS_MAX = 128, 2048  # between two trials of the kind that loses
 DOUBT_STEPS = 8  # from a trial to the next that is for a doubt
 KEPT = 9  # times of each kind
@@ -31,11 +33,14 @@ class DraftPolicy:
         self._seen = 2.0  # rows, as which the first guess counts
 
     def drafts(self, rows: int, mixed: bool = False) -> int:
-        """Drafts of each row in a step with so many decode rows. mixed: with chunks, of which no time is taken."""
+        """Drafts of each row in the step that is launched now, with so many decode rows.
+
+        mixed: with chunks, of which no time is taken.
+        """
         if self._always or not rows:
             return self._drafts
         batch = self._batch(rows)
-        return self._drafts if (batch.pays if mixed else batch.drafts_next) else 0
+        return self._drafts if (batch.pays if mixed else batch.launch()) else 0
 
     def gained(self, rows: int, tokens: int) -> None:
         """So many rows that go on gained so many tokens in a step with drafts."""
@@ -49,7 +54,7 @@ class DraftPolicy:
             self._batch(rows).took(drafted, ns, self.gain)
 
     def _batch(self, rows: int) -> "_Batch":
-        size = rows.bit_length()
+        size = (rows * 181 >> 7).bit_length()  # about sqrt(2) rows: powers of two are amid their size, not at an edge
         if size not in self._batches:
             smaller = self._batches.get(size - 1)  # a step gets longer by drafts the more, the larger the batch is
             self._batches[size] = _Batch(max(TRIAL_STEPS, TRIAL_ROWS >> (size - 1)), smaller)
@@ -67,13 +72,15 @@ class _Batch:
         loses = smaller is not None and smaller.loses
         self._hold: int = smaller._hold if smaller is not None and loses else HOLD_STEPS  # between two trials
         self._wait = self._hold if loses else FIRST_PLAIN  # steps until the other kind is tried
-        self._trial = 0  # steps of it that are still to come
+        self._to_launch = self._to_see = 0  # steps of a trial, of the kind that is not the rule
         self._since_trial = 0
 
-    @property
-    def drafts_next(self) -> bool:
-        """Whether the next step drafts."""
-        return self.pays != (self._trial > 0)
+    def launch(self) -> bool:
+        """Whether the step that is launched now drafts."""
+        if not self._to_launch:
+            return self.pays
+        self._to_launch -= 1
+        return not self.pays
 
     @property
     def loses(self) -> bool:
@@ -83,22 +90,22 @@ class _Batch:
     def took(self, drafted: bool, ns: int, gain: float) -> None:
         """A step took this long; gain: what a row is expected to gain with drafts."""
         self._ns[drafted].append(ns)
-        if self._trial and drafted != self.pays:
-            self._trial -= 1
-            if not self._trial:
+        if self._to_see and drafted != self.pays:
+            self._to_see -= 1
+            if not self._to_see:
                 self._judge(gain)
-        elif not self._trial:
+        elif not self._to_see:
             self._wait -= 1
             self._since_trial += 1
             doubt = self.pays and self._since_trial >= DOUBT_STEPS and not self._would_pay(gain)
             if self._wait <= 0 or doubt:
-                self._trial = self._trial_steps
+                self._to_launch = self._to_see = self._trial_steps
                 self._ns[not self.pays].clear()  # what was measured long ago says little
 
     def _would_pay(self, gain: float) -> bool:
         if not all(self._ns.values()):
             return self.pays  # nothing to compare with
-        return gain > LEAD * median(self._ns[True]) / median(self._ns[False])
+        return gain > LEAD * median_low(self._ns[True]) / median_low(self._ns[False])
 
     def _judge(self, gain: float) -> None:
         """After a trial, with times of both kinds from the same moment."""

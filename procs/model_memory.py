@@ -8,10 +8,11 @@ of the machine's memory alone: what lives on a GPU is left to the process that o
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from shm.config import ModelInfo, ServerConfig
+from shm.drafter_file import DrafterFile
 from shm.ledger import Ledger
 from shm.tensor_map import ModelError, llama_tensors
 
@@ -42,7 +43,7 @@ def kv_bytes_per_token(info: ModelInfo, dtype: str) -> int:
 
 
 def memory_needed(config: ServerConfig) -> MemoryNeed:
-    """Estimate for a whole server."""
+    """Estimate for a whole server. Raises ModelError for a trained drafter whose file is not one any more."""
     info = config.model
     sizes = {name: math.prod(shape) for name, shape in llama_tensors(info).items()}
     # While loading, one tensor lives twice more: as float32, and half converted.
@@ -54,6 +55,13 @@ def memory_needed(config: ServerConfig) -> MemoryNeed:
             drafter = llama_tensors(config.drafter).values()
             weights += sum(map(math.prod, drafter)) * WEIGHT_BYTES[config.dtype]
             kv_cache += config.pages * config.page_size * kv_bytes_per_token(config.drafter, config.dtype)
+        if config.drafter_file is not None:
+            trained = DrafterFile(Path(config.drafter_file))
+            own = sum(math.prod(trained.entry(name).shape) for name in trained.names())
+            head = len(trained.vocabulary) * info.hidden_size  # a copy of these rows of the target's
+            weights += (own + head) * WEIGHT_BYTES[config.dtype]
+            layers = replace(info, num_layers=trained.layers)
+            kv_cache += config.pages * config.page_size * kv_bytes_per_token(layers, config.dtype)
     ledger = Ledger.size(config.rows, config.max_len)
     return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=PROCESS_BYTES + ledger)
 

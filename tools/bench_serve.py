@@ -15,6 +15,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 import urllib.error
 import urllib.request
@@ -102,6 +103,12 @@ def stop(process: subprocess.Popen[bytes]) -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait()
+
+
+def interrupt_on_sigterm() -> None:
+    """Make SIGTERM of this process what Ctrl-C is, so that it too ends the servers that were started."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
 
 def counters(server: Server, api_key: str | None) -> Counters | None:
@@ -245,6 +252,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def main(argv: list[str] | None = None) -> int:
     """Measures and prints. Returns 0, or 1 with one line on stderr when a server or a request failed."""
     options = parse(argv)
+    interrupt_on_sigterm()
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
         prompts = load_prompts(options.prompts, options.prompt_chars_max)
@@ -254,7 +262,7 @@ def main(argv: list[str] | None = None) -> int:
     except BenchError as error:
         print(f"bench_serve: {error}", file=sys.stderr)
         return 1
-    except KeyboardInterrupt:
+    except KeyboardInterrupt:  # of the terminal, or SIGTERM: the servers that were started have ended by now
         return 130
     if options.json:
         document = {

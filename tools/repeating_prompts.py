@@ -8,6 +8,7 @@ that are looked up: nobody should take the figures for those of ordinary chats.
 import argparse
 import ast
 import json
+import re
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -28,8 +29,10 @@ def edits() -> list[str]:
             if isinstance(node, ast.FunctionDef) and node.args.args and node.end_lineno is not None:
                 code = ast.get_source_segment(text, node) or ""
                 names = [argument.arg for argument in node.args.args if argument.arg != "self"]
-                if len(code.splitlines()) in LINES and names:
-                    first = code.splitlines()[0].replace(names[0], f"{names[0]}_")
+                if len(code.splitlines()) not in LINES or not names:
+                    continue
+                first, places = re.subn(rf"\b{names[0]}\b", f"{names[0]}_", code.splitlines()[0])
+                if places:
                     found.append(EDIT.format(code=code, old=names[0], new=f"{names[0]}_", first=first))
     return found
 

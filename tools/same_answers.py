@@ -22,7 +22,7 @@ from rich.console import Console
 from rich.progress import Progress
 
 from tools.bench_figures import Counters, read_counters
-from tools.bench_serve import BenchError, Server, get, start, stop
+from tools.bench_serve import BenchError, Server, get, interrupt_on_sigterm, start, stop
 
 NUMBER = re.compile(r"-?[\d,]*\.?\d+")
 TIMEOUT_S = 600
@@ -129,6 +129,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--at-once", type=_counts, default=[32], metavar="N,N", help="requests at once, one after the other"
     )
     options = parser.parse_args(argv)
+    interrupt_on_sigterm()
     try:
         if options.greedy:
             return _compare(options, known_answers(options.greedy))
@@ -136,14 +137,20 @@ def main(argv: Sequence[str] | None = None) -> int:
     except (BenchError, OSError) as error:
         print(f"same_answers: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
 
 
 def answers_of(server: Server, questions: Sequence[Question], tokens: int, at_once: int) -> list[Answer]:
     """All answers of one server, in the order of the questions."""
     with Progress(console=Console(stderr=True), transient=True) as progress, ThreadPoolExecutor(at_once) as pool:
         asked = [pool.submit(ask, server, question, tokens) for question in questions]
-        for _ in progress.track(as_completed(asked), len(asked), description=server.name):
-            pass
+        try:
+            for _ in progress.track(as_completed(asked), len(asked), description=server.name):
+                pass
+        except BaseException:
+            pool.shutdown(cancel_futures=True)
+            raise
         return [one.result() for one in asked]
 
 

@@ -79,14 +79,6 @@ class _HostDrafter(HostLlama):
         self._set_float(words.LIMIT_STATE, activation_limit(parts * self.info.hidden_size))
         self._set_matrix(words.STATE_IN, matrix)
 
-    def _do(self, job: Any, given: tuple[Any, ...]) -> None:
-        """Another job than the usual one."""
-        usual, self._pass = self._pass, job
-        try:
-            self.forward(*given)
-        finally:
-            self._pass = usual
-
     def _state_shape(self, parts: int) -> tuple[int, int]:
         return parts, self.info.hidden_size
 
@@ -109,14 +101,14 @@ class HostMtp(_HostDrafter):
         behind them; then what `HostLlama.forward` is given, which wants no logits. `residual` has what is joined.
         """
         self._join(states, self.parts, 3, self._target_in)
-        self._do(self._learn, given)
+        self.forward(*given, job=self._learn)
 
     def begin(self, states: Float32, *given: Any) -> None:
         """A pass over one place of each row that goes on with what `learn` left of it: f32 [T, 1, hidden]; then what
         `HostLlama.forward` is given, of whose tokens nothing is read, logits f32 [S, D].
         """
         np.copyto(self.residual[: len(states)], states[:, 0])
-        self._do(self._resumed, given)
+        self.forward(*given, job=self._resumed)
 
     def draft(self, states: Float32, *given: Any) -> None:
         """A pass behind its own: states f32 [T, 1, hidden], a copy of what that left in `residual`."""
@@ -143,7 +135,7 @@ class HostDflash(_HostDrafter):
         `HostLlama.forward` is given, of whose tokens nothing is read, and which wants no logits.
         """
         self._join(states, self.parts, 3, self._target_in)
-        self._do(self._know, given)
+        self.forward(*given, job=self._know)
 
     def draft(
         self,

@@ -6,6 +6,8 @@ import os
 import signal
 import socket
 import statistics
+import subprocess
+import sys
 import threading
 import time
 from pathlib import Path
@@ -14,7 +16,17 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.live_server import LiveServer, descendants, live_server, process_titles, spawn, sse_events, wait_ready
+from tests.e2e.live_server import (
+    ROOT,
+    LiveServer,
+    descendants,
+    live_server,
+    process_titles,
+    spawn,
+    sse_events,
+    wait_ready,
+)
+from tests.model_factory import TinyLlama
 
 pytestmark = pytest.mark.model
 MODEL = "smollm2-135m-instruct"
@@ -226,3 +238,18 @@ def test_refusals_are_one_clear_line(tmp_path: Path) -> None:
         taken.listen()
         port = taken.getsockname()[1]
         assert str(port) in fails("--port", str(port))
+
+
+def test_a_benchmark_that_is_ended_ends_its_servers(tmp_path: Path) -> None:
+    """As by `kill`, while it measures and while it waits for a server."""
+    folder = TinyLlama().write_hf(tmp_path / "tiny")
+    command = [sys.executable, "-m", "tools.bench_serve", "--start", f"{folder} --threads 1", "--rounds", "1000"]
+    for moment in ("scheduler", "supervisor"):
+        bench = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
+        end = time.monotonic() + 60
+        while moment not in process_titles(bench.pid) and time.monotonic() < end:
+            time.sleep(0.02)
+        ours = descendants(bench.pid)
+        bench.send_signal(signal.SIGTERM)
+        assert bench.wait(30) == 130
+        assert ours and not [pid for pid in ours if Path(f"/proc/{pid}").exists()]

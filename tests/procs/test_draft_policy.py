@@ -96,6 +96,23 @@ def test_a_first_step_that_is_slow_for_once_does_not_decide() -> None:
     assert server.run(400, 32, longer=1.2, gain=2.0) > 0.95 * 2.0 / 1.2
 
 
+@pytest.mark.parametrize("rows", [1, 2, 5, 32, 200])
+def test_a_trial_launches_no_more_steps_than_it_looks_at(rows: int) -> None:
+    server = machine()
+    server.run(100, rows, longer=4.0, gain=1.2)
+    assert server.drafted == max(2, 8 // rows)
+
+
+def test_batches_of_about_one_size_share_a_trial_and_powers_of_two_are_in_their_middle() -> None:
+    policy, launched = DraftPolicy(3, always=False), []
+    for rows in [32, 31, 33, 29, 40, 24, 32, 45] * 10:
+        launched.append((rows, policy.drafts(rows) > 0))
+        if len(launched) > 1:
+            seen, drafted = launched[-2]
+            policy.took(seen, drafted, 4000 if drafted else 1000)
+    assert sum(drafted for _, drafted in launched) == 2
+
+
 def test_steps_with_chunks_have_no_part_in_trials() -> None:
     policy = DraftPolicy(3, always=False)
     for _ in range(2):

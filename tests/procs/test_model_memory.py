@@ -15,7 +15,9 @@ from procs.model_memory import (
     require_memory,
 )
 from shm.config import ServerConfig
+from shm.drafter_file import DrafterFile
 from shm.ledger import Ledger
+from tests.gpu.models.small_drafters import trained
 from tests.model_factory import TinyLlama
 
 MIB = 1 << 20
@@ -74,6 +76,20 @@ def test_the_parts_of_the_estimate(tmp_path: Path) -> None:
     assert small.processes == PROCESS_BYTES + Ledger.size(64 + 1024, 512)
     more_rows = memory_needed(config(tmp_path, max_queued=4096))
     assert more_rows.processes > small.processes
+
+
+def test_a_trained_drafter_takes_memory_for_its_weights_its_part_of_the_head_and_its_cache(tmp_path: Path) -> None:
+    plain = config(tmp_path)
+    drafter = trained(tmp_path / "tiny", "dflash", (0, 1), layers=2)
+    drafts = {"speculate": "dflash", "window": 4, "drafter_file": str(drafter.file), "dtype": "float32"}
+    with_it, without = memory_needed(config(tmp_path, **drafts)), memory_needed(config(tmp_path, dtype="float32"))
+    assert with_it.kv_cache == without.kv_cache + (1600 + 16) * kv_bytes_per_token(
+        plain.model, "float32"
+    )  # it has two layers as well
+    file = DrafterFile(drafter.file)
+    own = sum(file.entry(name).data.size for name in file.names() if name.endswith(".weight"))
+    head = len(file.vocabulary) * plain.model.hidden_size
+    assert own <= with_it.weights - without.weights - 4 * head < 4.2 * own
 
 
 def test_what_lives_on_a_gpu_takes_no_memory_of_the_machine(tmp_path: Path) -> None:
