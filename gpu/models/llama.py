@@ -264,6 +264,7 @@ class HostLlama:
         logits: npt.NDArray[np.float32],
         extents: Any = None,
         last_seen: Int32 | None = None,
+        *,
         job: Any = None,
     ) -> None:
         """Run T tokens, write their keys and values, and fill `logits`.
