@@ -79,6 +79,11 @@ class _HostDrafter(HostLlama):
         self._set_float(words.LIMIT_STATE, activation_limit(parts * self.info.hidden_size))
         self._set_matrix(words.STATE_IN, matrix)
 
+    def _do(self, job: Any, given: tuple[Any, ...]) -> None:
+        """Another job than a pass."""
+        self.describe(*given)
+        self.team.run(job, self._block)
+
     def _state_shape(self, parts: int) -> tuple[int, int]:
         return parts, self.info.hidden_size
 
@@ -101,14 +106,14 @@ class HostMtp(_HostDrafter):
         behind them; then what `HostLlama.forward` is given, which wants no logits. `residual` has what is joined.
         """
         self._join(states, self.parts, 3, self._target_in)
-        self.forward(*given, job=self._learn)
+        self._do(self._learn, given)
 
     def begin(self, states: Float32, *given: Any) -> None:
         """A pass over one place of each row that goes on with what `learn` left of it: f32 [T, 1, hidden]; then what
         `HostLlama.forward` is given, of whose tokens nothing is read, logits f32 [S, D].
         """
         np.copyto(self.residual[: len(states)], states[:, 0])
-        self.forward(*given, job=self._resumed)
+        self._do(self._resumed, given)
 
     def draft(self, states: Float32, *given: Any) -> None:
         """A pass behind its own: states f32 [T, 1, hidden], a copy of what that left in `residual`."""
@@ -135,7 +140,7 @@ class HostDflash(_HostDrafter):
         `HostLlama.forward` is given, of whose tokens nothing is read, and which wants no logits.
         """
         self._join(states, self.parts, 3, self._target_in)
-        self.forward(*given, job=self._know)
+        self._do(self._know, given)
 
     def draft(
         self,

@@ -254,7 +254,12 @@ class HostLlama:
 
     # --- use ---
 
-    def forward(
+    def forward(self, *given: Any, **named: Any) -> None:
+        """Run T tokens, write their keys and values, and fill `logits`: see `describe` for what is given."""
+        self.describe(*given, **named)
+        self.team.run(self._pass, self._block)
+
+    def describe(
         self,
         tokens: Int32,
         positions: Int32,
@@ -264,16 +269,14 @@ class HostLlama:
         logits: npt.NDArray[np.float32],
         extents: Any = None,
         last_seen: Int32 | None = None,
-        *,
-        job: Any = None,
     ) -> None:
-        """Run T tokens, write their keys and values, and fill `logits`.
+        """Say what the next job works on: T tokens, their places, and where their logits shall be.
 
         tokens, positions, seqs (row of page_rows): int32 [T]; page_rows: int32 [R, pages_per_row]; logit_rows (rows of
         the pass): int32 [S]; logits: float32 [S, vocab]. All contiguous. Token t attends keys 0..positions[t] of its
         own sequence, those of this pass included. extents: for models that work sequence by sequence, which this one
-        does not. last_seen: int32 [T], the last key that each token attends, where that is not its own. job: compiled
-        phases in place of the usual ones. Raises ValueError, before anything runs, for a number out of range.
+        does not. last_seen: int32 [T], the last key that each token attends, where that is not its own. Raises
+        ValueError, before anything runs, for a number out of range.
         """
         count, wanted = len(tokens), len(logit_rows)
         last = positions if last_seen is None else last_seen
@@ -306,7 +309,6 @@ class HostLlama:
         fault = int(block[words.FAULT])
         if fault:
             raise ValueError(FAULTS[fault])
-        self.team.run(self._pass if job is None else job, block)
 
     def close(self) -> None:
         """End the helper threads."""
