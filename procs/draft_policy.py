@@ -12,12 +12,15 @@ and the answers do not depend on it.
 from collections import deque
 from statistics import median_low
 
+from shm.limits import STEPS_IN_FLIGHT
+
 FIRST_PLAIN = 2  # steps without drafts before the first with them
 TRIAL_ROWS, TRIAL_STEPS = 8, 2  # rows in all that a trial looks at, and the fewest steps
-HOLD_STEPS, HOLD_STEPS_MAX = 128, 2048  # between two trials of the kind that loses
+HOLD_STEPS, HOLD_STEPS_MAX = 128, 512  # between two trials of the kind that loses
 DOUBT_STEPS = 8  # from a trial to the next that is for a doubt
 KEPT = 9  # times of each kind
 REMEMBERED = 24  # rows that the estimated gain is the mean of, about
+DATED = 4  # rows, as which it counts when drafts are tried again: texts may have changed since
 LEAD = 1.03  # what drafting has to bring for its trouble
 
 
@@ -50,8 +53,8 @@ class DraftPolicy:
 
     def took(self, rows: int, drafted: bool, ns: int) -> None:
         """A step of so many decode rows, and without chunks, took this long."""
-        if not self._always:
-            self._batch(rows).took(drafted, ns, self.gain)
+        if not self._always and self._batch(rows).took(drafted, ns, self.gain):
+            self._seen = min(self._seen, DATED)
 
     def _batch(self, rows: int) -> "_Batch":
         size = (rows * 181 >> 7).bit_length()  # about sqrt(2) rows: powers of two are amid their size, not at an edge
@@ -73,6 +76,7 @@ class _Batch:
         self._hold: int = smaller._hold if smaller is not None and loses else HOLD_STEPS  # between two trials
         self._wait = self._hold if loses else FIRST_PLAIN  # steps until the other kind is tried
         self._to_launch = self._to_see = 0  # steps of a trial, of the kind that is not the rule
+        self._overdue = 0  # steps that are the rule, seen since all of a trial was launched
         self._since_trial = 0
 
     def launch(self) -> bool:
@@ -87,20 +91,33 @@ class _Batch:
         """Whether drafts were tried and did not pay."""
         return bool(self._ns[True]) and not self.pays
 
-    def took(self, drafted: bool, ns: int, gain: float) -> None:
-        """A step took this long; gain: what a row is expected to gain with drafts."""
+    def took(self, drafted: bool, ns: int, gain: float) -> bool:
+        """A step took this long; gain: what a row is expected to gain with drafts. Returns whether a trial of drafts
+        begins.
+        """
         self._ns[drafted].append(ns)
-        if self._to_see and drafted != self.pays:
+        if self._to_see:
+            self._on_trial(drafted != self.pays, gain)
+            return False
+        self._wait -= 1
+        self._since_trial += 1
+        doubt = self.pays and self._since_trial >= DOUBT_STEPS and not self._would_pay(gain)
+        if self._wait > 0 and not doubt:
+            return False
+        self._to_launch = self._to_see = self._trial_steps
+        self._overdue = 0
+        self._ns[not self.pays].clear()  # what was measured long ago says little
+        return not self.pays
+
+    def _on_trial(self, tried: bool, gain: float) -> None:
+        """A step of a trial was seen, or one that is the rule. Where results are lost, a trial has to end as well."""
+        if tried:
             self._to_see -= 1
-            if not self._to_see:
-                self._judge(gain)
-        elif not self._to_see:
-            self._wait -= 1
-            self._since_trial += 1
-            doubt = self.pays and self._since_trial >= DOUBT_STEPS and not self._would_pay(gain)
-            if self._wait <= 0 or doubt:
-                self._to_launch = self._to_see = self._trial_steps
-                self._ns[not self.pays].clear()  # what was measured long ago says little
+        elif not self._to_launch:
+            self._overdue += 1
+        if not self._to_see or self._overdue > STEPS_IN_FLIGHT:
+            self._to_see = 0
+            self._judge(gain)
 
     def _would_pay(self, gain: float) -> bool:
         if not all(self._ns.values()):

@@ -4,8 +4,8 @@ Pure functions over values: no clock, no socket, no printing.
 """
 
 import statistics
-from collections.abc import Sequence
-from dataclasses import dataclass, fields
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import numpy as np
@@ -34,6 +34,7 @@ class Figures:
     client_cpu_share: float
     gap_us: float | None = None  # of the device between two steps, in the mean
     windows: tuple[float, ...] = ()  # rows of steps with drafts, by how many drafts were accepted
+    ratio: float | None = None  # of tokens/s to those of the first server in the same repeat
 
     @property
     def accept_length(self) -> float | None:
@@ -126,6 +127,22 @@ def figures(
     )
 
 
+def paired(runs: Mapping[str, Sequence[Figures]]) -> dict[str, list[Figures]]:
+    """Gives each run of one level its ratio to the first server's run of the same repeat.
+
+    A machine that others use as well is fast at one time and slow at another; within a repeat all servers meet the
+    same.
+    """
+    first = next(iter(runs.values()))
+    return {
+        name: [
+            replace(one, ratio=one.tokens_per_s / base.tokens_per_s if base.tokens_per_s else None)
+            for one, base in zip(of_server, first, strict=True)
+        ]
+        for name, of_server in runs.items()
+    }
+
+
 def medians(runs: Sequence[Figures]) -> Figures:
     """Returns the median of every figure over the runs of one setting; failures are summed, never averaged away, and
     so are windows.
@@ -156,14 +173,13 @@ HEADINGS = (
 )
 LEGEND = """TTFT: to the first token; between: between tokens; each p50/p99 in ms
 gap: of the device between two steps, mean; idle: share of time that it waited so
-client: CPU of this benchmark; ratio: to the first server"""
+client: CPU of this benchmark; ratio: to the first server in the same repeat, median"""
 
 
 def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
-    """Lays out the medians per server, level by level. `ratio` is tokens/s over those of the first server named."""
-    base = {one.concurrency: one.tokens_per_s for one in next(iter(results.values()), [])}
+    """Lays out the medians per server, level by level."""
     rows: list[tuple[str, ...]] = []
-    for level, tokens_per_s in base.items():
+    for level in [one.concurrency for one in next(iter(results.values()), [])]:
         for name, levels in results.items():
             for one in (entry for entry in levels if entry.concurrency == level):
                 rows.append(
@@ -171,7 +187,7 @@ def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
                         name,
                         str(level),
                         f"{one.tokens_per_s:.1f}",
-                        f"{one.tokens_per_s / tokens_per_s:.2f}" if tokens_per_s else "-",
+                        "-" if one.ratio is None else f"{one.ratio:.2f}",
                         f"{one.ttft_ms_p50:.0f}/{one.ttft_ms_p99:.0f}",
                         f"{one.inter_token_ms_p50:.1f}/{one.inter_token_ms_p99:.1f}",
                         "-" if one.steps_per_s is None else f"{one.steps_per_s:.1f}",

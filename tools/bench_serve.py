@@ -29,7 +29,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from tools.bench_figures import Counters, Figures, figures, medians, read_counters, table_text
+from tools.bench_figures import Counters, Figures, figures, medians, paired, read_counters, table_text
 from tools.openai_stream import Lane, Timing
 
 PROMPTS = Path(__file__).with_name("data") / "sharegpt_prompts.jsonl"
@@ -182,14 +182,15 @@ async def measure(
         for repeat in range(options.repeat):
             # The same prompts for every server, new ones for every repeat: a prefix cache gains nothing from repeats.
             batch = list(itertools.islice(source, rounds_of(options, level)))
-            for server in servers:
+            turn = repeat % len(servers)  # nobody is always the first, or behind the same one
+            for server in servers[turn:] + servers[:turn]:
                 label = f"{server.name}: {level} at once, {repeat + 1}/{options.repeat}"
                 bar = progress.add_task(label, total=len(batch))
                 run = await one_run(options, server, level, batch, functools.partial(progress.advance, bar))
                 runs[server.name].append(run)
-                singles[server.name].append(run)
                 progress.remove_task(bar)
-        for name, of_server in runs.items():
+        for name, of_server in paired(runs).items():
+            singles[name] += of_server
             results[name].append(medians(of_server))
     return results, singles
 

@@ -39,7 +39,6 @@ def short(name: str) -> str:
 
 def picture(results: Mapping[str, Sequence[Figures]]) -> str:
     """SVG. results: medians by server, level by level; the first server is what the others are compared with."""
-    base = {one.concurrency: one.tokens_per_s for one in next(iter(results.values()))}
     parts: list[str] = []
     y = TOP
     for name, levels in results.items():
@@ -47,10 +46,10 @@ def picture(results: Mapping[str, Sequence[Figures]]) -> str:
         if not drafted:
             continue
         parts += _bar(short(name), drafted[0], y)
-        ratios = ", ".join(f"{one.tokens_per_s / base[one.concurrency]:.2f}x" for one in levels)
+        ratios = ", ".join("-" if one.ratio is None else f"{one.ratio:.2f}x" for one in levels)
         parts.append(f'<text x="{WIDTH - 10}" y="{y + 16}" text-anchor="end">{ratios}</text>')
         y += ROW
-    at_once = ", ".join(str(level) for level in base)
+    at_once = ", ".join(str(one.concurrency) for one in next(iter(results.values())))
     head = (
         f'<text x="{LEFT}" y="24">tokens that a request gains in a step with drafts</text>'
         f'<text x="{WIDTH - 10}" y="24" text-anchor="end">tokens/s at {at_once} at once</text>'

@@ -1,8 +1,8 @@
 """Passes of trained drafters, as native jobs: like the target's own, with other beginnings and other ends.
 
 Owns the order of their phases, by the rules of `passes`. A pass of mtp, or over blocks of dflash, joins tokens and
-states; and `know` gives all layers of dflash the keys and values of places whose states are there, without attention
-and without an end.
+states. `learn` of mtp and `know` of dflash give layers the keys and values of places whose states are there, without
+attention and without an end; `resumed` is mtp's pass that goes on with what `learn` has joined.
 """
 
 from __future__ import annotations

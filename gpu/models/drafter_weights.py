@@ -31,10 +31,10 @@ class DrafterWeights:
             scales = _finite(to_float32(scale.kind, scale.shape, scale.data))
             if scales.shape != entry.shape[:1] or entry.data.size != np.prod(entry.shape):
                 raise ValueError("and its scales do not fit together")
-            made: NDArray[np.float32] = entry.data.view(np.int8).reshape(entry.shape) * scales[:, None]
+            with np.errstate(over="ignore"):
+                return _finite(entry.data.view(np.int8).reshape(entry.shape) * scales[:, None])
         except (ValueError, KeyError) as error:
             raise ModelError(f"{self._file.path}: tensor {entry.name} {error}") from None
-        return made
 
     def names(self) -> list[str]:
         """All, by their own names."""

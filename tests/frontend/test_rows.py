@@ -12,6 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from frontend.errors import ApiError
 from frontend.rows import Exchange
 from frontend.schema import Work
+from frontend.shapes import usage_of
 from tests.frontend.loose_engine import LooseEngine
 
 
@@ -53,6 +54,42 @@ def test_a_piece_that_comes_twice_counts_once() -> None:
     item = (row, gen, 0, 2, "AB", None, False)
     engine.text(item, item, (row, gen, 2, 3, "C", None, False), item)
     assert "".join(row_of.text) == "ABC" and row_of.count == 3
+
+
+def test_usage_says_how_many_drafts_were_taken() -> None:
+    """Over all choices; with plain steps between, which no figure here may count."""
+    engine = LooseEngine()
+    exchange = engine.open(work(2))
+    for n, (count, numbers) in enumerate(((12, (3, 9, 5)), (8, (2, 6, 1)))):
+        row, gen = engine.accept(n)
+        ledger = engine.ledger
+        ledger.draft_steps[row], ledger.drafted[row], ledger.accepted[row] = numbers
+        engine.text((row, gen, 0, count, "x" * count, "length", True))
+    assert usage_of(exchange)["completion_tokens_details"] == {
+        "accepted_prediction_tokens": 6,
+        "rejected_prediction_tokens": 9,
+        "accept_length": 2.2,
+    }
+
+
+def test_usage_says_nothing_of_drafts_where_there_were_none() -> None:
+    engine = LooseEngine()
+    exchange = engine.open(work())
+    row, gen = engine.accept()
+    engine.text((row, gen, 0, 2, "AB", "stop", True))
+    assert "completion_tokens_details" not in usage_of(exchange)
+
+
+def test_usage_claims_no_more_drafts_than_can_have_been_taken_before_a_stop_string() -> None:
+    """The scheduler has counted steps that ran on behind it."""
+    engine = LooseEngine()
+    exchange = engine.open(work())
+    row, gen = engine.accept()
+    ledger = engine.ledger
+    ledger.draft_steps[row], ledger.drafted[row], ledger.accepted[row] = 4, 12, 9
+    engine.text((row, gen, 0, 6, "AB", "stop", True))  # the prompt's own token, and five of windows
+    details = usage_of(exchange)["completion_tokens_details"]
+    assert details["accepted_prediction_tokens"] == 1 and details["accept_length"] == 1.25
 
 
 def test_text_may_overtake_the_word_that_the_row_is_accepted() -> None:

@@ -5,6 +5,7 @@ import random
 import pytest
 
 from procs.draft_policy import DraftPolicy
+from shm.limits import STEPS_IN_FLIGHT
 
 
 class Machine:
@@ -14,15 +15,16 @@ class Machine:
         self.policy, self.chance = policy, random.Random(seed)
         self.tokens = self.ns = self.drafted = self.steps = 0
         self.slower = 1.0  # than in the beginning
+        self.queue: list[int] = []  # windows of the steps that were launched, and not seen
 
     def run(self, steps: int, rows: int, longer: float, gain: float, noise: float = 0.1) -> float:
         """Run some; returns tokens of a row per time of a plain step. Results come two steps late."""
-        tokens, ns, queue = 0, 0, []
+        tokens, ns, queue = 0, 0, self.queue
         for _ in range(steps):
             queue.append(self.policy.drafts(rows) + 1)
             self.drafted += queue[-1] > 1
             self.steps += 1
-            if len(queue) == 2:
+            if len(queue) == STEPS_IN_FLIGHT:
                 window = queue.pop(0)
                 took = int(
                     1e6 * self.slower * (longer if window > 1 else 1) * self.chance.uniform(1 - noise, 1 + noise)
@@ -67,6 +69,43 @@ def test_it_resumes_when_texts_become_predictable_and_stops_when_not() -> None:
     before = server.drafted
     assert server.run(2000, 1, longer=1.5, gain=1.05) > 0.93
     assert server.drafted < before + 200
+
+
+@pytest.mark.parametrize("seed", range(5))
+@pytest.mark.parametrize("bad", [600, 6000])
+def test_however_long_it_did_not_pay_it_resumes_with_the_first_trial(bad: int, seed: int) -> None:
+    server = machine(seed=seed)
+    server.run(bad, 1, longer=1.5, gain=1.1)
+    before = server.drafted
+    server.run(700, 1, longer=1.5, gain=2.3)
+    assert server.drafted > before + 60
+
+
+def test_it_notices_when_plain_steps_have_become_faster() -> None:
+    """Steps with drafts take what they took, so nothing but a trial can tell."""
+    server = machine()
+    server.run(3000, 1, longer=1.3, gain=1.8)
+    server.slower = 0.5
+    server.run(1024, 1, longer=2.6, gain=1.8)
+    before = server.drafted
+    server.run(128, 1, longer=2.6, gain=1.8)
+    assert server.drafted - before < 64
+
+
+def test_a_machine_of_moods_does_not_shake_it() -> None:
+    server = machine()
+    server.run(200, 4, longer=1.2, gain=2.2)
+    assert server.run(3000, 4, longer=1.2, gain=2.2, noise=0.6) > 0.95 * 2.2 / 1.2
+
+
+def test_trials_whose_results_are_lost_end_all_the_same() -> None:
+    policy = DraftPolicy(3, always=False)
+    launched = []
+    for _ in range(400):
+        launched.append(policy.drafts(1) > 0)
+        if not launched[-1]:
+            policy.took(1, False, 1000)  # steps with drafts are never heard of
+    assert not launched[-1] and any(launched[50:]), "it goes on, and tries again"
 
 
 def test_a_dip_after_long_success_is_soon_over() -> None:

@@ -7,7 +7,17 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from tools.bench_figures import Counters, Figures, figures, medians, percentile, read_counters, table_rows, table_text
+from tools.bench_figures import (
+    Counters,
+    Figures,
+    figures,
+    medians,
+    paired,
+    percentile,
+    read_counters,
+    table_rows,
+    table_text,
+)
 from tools.openai_stream import Answer, Timing
 
 METRICS = """# HELP stepahead_gpu_steps_total steps
@@ -113,11 +123,22 @@ def test_medians_lie_within_the_runs_and_failures_add_up(rates: list[float], fai
     assert middle.steps_per_s is None
 
 
-def test_ratios_are_to_the_first_server_level_by_level() -> None:
-    def one(level: int, rate: float) -> Figures:
-        return Figures(level, 8, 0, 1, 1, rate, 1, 1, 1, 1, 5.0, 0.001, 0.01)
+def one(level: int, rate: float, ratio: float | None = None) -> Figures:
+    return Figures(level, 8, 0, 1, 1, rate, 1, 1, 1, 1, 5.0, 0.001, 0.01, ratio=ratio)
 
-    rows = table_rows({"other": [one(1, 50.0), one(8, 100.0)], "ours": [one(1, 60.0), one(8, 300.0)]})
+
+def test_ratios_are_to_the_first_server_in_the_same_repeat() -> None:
+    """The machine was twice as fast in the second repeat, and one run of the third was disturbed."""
+    runs = paired({"other": [one(1, rate) for rate in (50, 100, 90)], "ours": [one(1, rate) for rate in (60, 120, 9)]})
+    assert [run.ratio for run in runs["ours"]] == [1.2, 1.2, 0.1] and medians(runs["ours"]).ratio == 1.2
+    assert medians(runs["other"]).ratio == 1.0
+    (none,) = paired({"failed": [one(1, 0.0)], "ours": [one(1, 5.0)]})["ours"]
+    assert none.ratio is None
+
+
+def test_the_table_goes_level_by_level() -> None:
+    other, ours = [one(1, 50.0, 1.0), one(8, 100.0, 1.0)], [one(1, 60.0, 1.2), one(8, 300.0, 3.0)]
+    rows = table_rows({"other": other, "ours": ours})
     text = table_text({"other": [one(1, 50.0)], "ours": [one(1, 60.0)]}).splitlines()
     assert len({len(line) for line in text[:3]}) == 1 and len(text[0]) <= 88
     assert [(row[0], row[1], row[3]) for row in rows] == [

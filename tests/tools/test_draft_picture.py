@@ -13,15 +13,15 @@ from tools.draft_picture import LEFT, UNIT, main, short
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def one(level: int, rate: float, windows: tuple[float, ...] = ()) -> Figures:
-    return Figures(level, 8, 0, 1, 1, rate, 1, 1, 1, 1, 5.0, 0.001, 0.01, 20.0, windows)
+def one(level: int, ratio: float, windows: tuple[float, ...] = ()) -> Figures:
+    return Figures(level, 8, 0, 1, 1, 100 * ratio, 1, 1, 1, 1, 5.0, 0.001, 0.01, 20.0, windows, ratio)
 
 
 def test_bars_are_as_long_as_windows_and_ratios_are_to_the_first(tmp_path: Path) -> None:
     servers = {
-        "stepahead --speculate off": [one(1, 50.0), one(8, 100.0)],
-        "stepahead --speculate mtp --draft-tokens 3": [one(1, 75.0, (5, 3, 1, 1)), one(8, 100.0)],
-        "stepahead --speculate <other>": [one(1, 60.0), one(8, 90.0, (1, 1))],
+        "stepahead --speculate off": [one(1, 1.0), one(8, 1.0)],
+        "stepahead --speculate mtp --draft-tokens 3": [one(1, 1.5, (5, 3, 1, 1)), one(8, 1.0)],
+        "stepahead --speculate <other>": [one(1, 1.2), one(8, 0.9, (1, 1))],
     }
     document = {"medians": {name: [asdict(level) for level in levels] for name, levels in servers.items()}}
     (tmp_path / "figures.json").write_text(json.dumps(document))

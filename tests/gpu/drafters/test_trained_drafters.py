@@ -37,6 +37,7 @@ from tools.drafter_mtp import Mtp
 from tools.train_drafter import Settings, Trainer, write_data
 
 PAGE, DIM = 16, TinyLlama().head_dim
+RETRACTED = [("", "some"), ("", "all")]
 TALK = [{"id": f"t{i}_0", "conversations": [{"from": "human", "value": f"tell {i}"}]} for i in range(300)]
 
 
@@ -157,11 +158,11 @@ def test_the_answers_are_those_of_plain_decoding(
 
 
 def watched(
-    model: Path, trainer: Trainer, prompt: list[int], look: Any, before: list[int]
+    model: Path, trainer: Trainer, prompt: list[int], look: Any, before: list[int], retract: str = "nothing"
 ) -> tuple[list[int], Answers]:
     """Serve one request with windows and steps without drafts in turn; look(length, drafter, pages) sees each step's
-    end. before: a prompt that is served first, if any. Returns the answer, and what the target alone makes of the whole
-    text.
+    end. before: a prompt that is served first, if any. retract: take the request's pages away amid, of which it finds
+    "some" again or, with "all", none. Returns the answer, and what the target alone makes of the whole text.
     """
     config = with_drafter(config_of(model, max_running=1), trainer, 2)
     asked = [Asked(prompt=before, max_new=4)] if before else []
@@ -172,14 +173,21 @@ def watched(
 
     def look_and_apply(view: Any) -> Any:
         served.device.synchronize()
-        if served.total("finished_total") == len(asked):
+        complete = served.rows.state.cursor[1] == served.rows.state.fill[1]  # or else the length is of another life
+        if served.total("finished_total") == len(asked) and complete:
             pages = served.rows.state.pages[1].copy()
             look(int(served.program.relay.length.array[1]), served.drafter, pages)
-        return apply(view)
+        flight = apply(view)
+        rows = served.rows
+        if retract != "nothing" and rows.state.outputs[1] > 7 and not served.total("retractions_total"):
+            rows._retract(1)
+            rows.pool.give(rows.cache.evict(rows.cache.evictable if retract == "all" else 0))
+        return flight
 
     served.steps.apply = look_and_apply  # type: ignore[method-assign]
     got = served.run()[-1]
-    assert bool(before) == (served.total("prefix_hit_tokens_total") > 0)
+    assert served.total("retractions_total") == (retract != "nothing")
+    assert bool(before or retract == "some") == (served.total("prefix_hit_tokens_total") > 0)
     served.device.close()
     example = Writer(config.model, 1, 80, 1, "float32").answer([prompt], 40)[0]
     assert example.tokens[example.prompt :][: len(got)].tolist() == got
@@ -191,9 +199,9 @@ def met_before(prompt: list[int], other: int) -> list[int]:
     return [*prompt[:PAGE], *([other] if other else prompt[PAGE : PAGE + 1]), 9, 9, 9]
 
 
-@pytest.mark.parametrize("before", ["nothing", "a prompt with the same beginning"])
+@pytest.mark.parametrize(("before", "retract"), [("", "nothing"), ("a prompt that begins so", "nothing"), *RETRACTED])
 def test_the_state_of_mtp_is_what_torch_makes_of_the_whole_text(
-    model: Path, mtp: Trainer, prompts: list[list[int]], before: str
+    model: Path, mtp: Trainer, prompts: list[list[int]], before: str, retract: str
 ) -> None:
     """After chunks, windows and steps without drafts: what the row's last place joins, and all
     keys and values.
@@ -205,8 +213,8 @@ def test_the_state_of_mtp_is_what_torch_makes_of_the_whole_text(
         made = keys_of(drafter._model.k_cache), values_of(drafter._model.v_cache)
         seen.append((length, drafter._state.array[1].copy(), *(part[0, places] for part in made)))
 
-    first = met_before(prompts[0], 0) if before != "nothing" else []
-    got, answers = watched(model, mtp, prompts[0], look, first)
+    first = met_before(prompts[0], 0) if before else []
+    got, answers = watched(model, mtp, prompts[0], look, first, retract)
     drafter = mtp.model
     assert isinstance(drafter, Mtp)
     with torch.no_grad():
@@ -233,9 +241,9 @@ def test_mtp_shares_no_page_whose_next_token_is_another(model: Path, mtp: Traine
         watched(model, mtp, prompts[0], lambda *_: None, met_before(prompts[0], 9))
 
 
-@pytest.mark.parametrize("before", ["nothing", "a prompt with the same beginning"])
+@pytest.mark.parametrize(("before", "retract"), [("", "nothing"), ("a prompt that begins so", "nothing"), *RETRACTED])
 def test_the_cache_of_dflash_is_what_torch_makes_of_the_whole_text(
-    model: Path, dflash: Trainer, prompts: list[list[int]], before: str
+    model: Path, dflash: Trainer, prompts: list[list[int]], before: str, retract: str
 ) -> None:
     """The keys and values of every place that counts, in every layer, where the row's pages say; and what the next
     block begins with.
@@ -247,8 +255,8 @@ def test_the_cache_of_dflash_is_what_torch_makes_of_the_whole_text(
         made = keys_of(drafter._model.k_cache), values_of(drafter._model.v_cache)
         seen.append((length, drafter._state.array[1].copy(), *(part[:, places] for part in made)))
 
-    first = met_before(prompts[0], 9) if before != "nothing" else []
-    got, answers = watched(model, dflash, prompts[0], look, first)
+    first = met_before(prompts[0], 9) if before else []
+    got, answers = watched(model, dflash, prompts[0], look, first, retract)
     drafter = dflash.model
     assert isinstance(drafter, Dflash)
     with torch.no_grad():

@@ -158,6 +158,7 @@ BROKEN = {
     "not a list of ids, each larger": {"vocabulary": torch.tensor([0, 2**31 - 1, -(2**31), -1], dtype=torch.int32)},
     "scales that are not float32": {"layers.0.q.scale": torch.ones(64, dtype=torch.int8)},
     "layers.0.q.weight has values that are no numbers": {"layers.0.q.scale": torch.full((64,), float("nan"))},
+    "layers.0.k.weight has values that are no numbers": {"layers.0.k.scale": torch.full((32,), 3e38)},
     "norm.weight has values that are no numbers": {"norm.weight": torch.full((64,), float("inf"))},
     "its mask is not the id of one token": {"mask": torch.tensor([-1], dtype=torch.int32)},
     "its mask is not the id": {"mask": torch.tensor([1, 2], dtype=torch.int32)},
