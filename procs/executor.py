@@ -173,7 +173,7 @@ def open_backend(stage: child.Child) -> Backend:
 
     config = stage.config
     try:
-        return backend.open_backend(config, stage.ledger.tokens, stage.progress)
+        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
@@ -190,6 +190,7 @@ def main() -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         stage.progress(f"loading {stage.config.model.name}")
         opened = open_backend(stage)
+        stage.progress("warming up")
         from gpu.warm_up import WarmUp
 
         device, program = opened.device, opened.program

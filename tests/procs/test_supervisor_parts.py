@@ -48,6 +48,23 @@ def test_the_environment_is_cleaned_and_the_threads_are_set() -> None:
     assert all("{" not in value for spec in CHILD_SPECS for value in child_environment(spec, config(), {}).values())
 
 
+def test_bytecode_is_kept_in_the_cache_where_it_may_not_lie_beside_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    spec, unwanted = CHILD_SPECS[0], {"PYTHONDONTWRITEBYTECODE": "1"}
+    env = child_environment(spec, config(), unwanted)
+    assert (env.get("PYTHONDONTWRITEBYTECODE"), env["PYTHONPYCACHEPREFIX"]) == (None, "/c/stepahead/bytecode")
+    assert "PYTHONPYCACHEPREFIX" not in child_environment(spec, config(), {})
+    env = child_environment(spec, config(), unwanted | {"PYTHONPYCACHEPREFIX": "/own"})
+    assert (env["PYTHONDONTWRITEBYTECODE"], env["PYTHONPYCACHEPREFIX"]) == ("1", "/own")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def homeless(_path: Path) -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert child_environment(spec, config(), unwanted)["PYTHONDONTWRITEBYTECODE"] == "1"
+
+
 def shadow(folder: Path) -> Path:
     for name in PACKAGES:
         (folder / name).mkdir(parents=True)
