@@ -187,6 +187,7 @@ def open_backend(stage: child.Child) -> Backend:
 def main() -> None:
     """Run the stage until SIGTERM."""
     with child.start() as stage:
+        gc.disable()  # a start makes much that stays, and a collection would look at all of it
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         stage.progress(f"loading {stage.config.model.name}")
         opened = open_backend(stage)
@@ -204,6 +205,7 @@ def main() -> None:
         stats.set("kv_bytes", program.kv_bytes)
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
         executor = Executor(stage.config, opened, rings, stats, traces)
+        gc.enable()
         gc.freeze()  # what is here now stays: no collection needs to look at it again
         stage.ready(f"{graphs} graphs")
         executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)

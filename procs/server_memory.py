@@ -39,13 +39,14 @@ class ServerMemory:
             "ledger": Ledger.size(config.rows, config.max_len),
             **{name: Ring.size(ring.slots, ring.payload_bytes) for name, ring in self._rings.items()},
         }
+        packed = packed_bytes(config) if config.device == "host" else 0
         self.segments: dict[str, Segment] = {}
         self.doorbell_fds: dict[str, int] = {}
         self.weights: tuple[int, int] | None = None  # descriptor and size
         try:
             self._create(sizes)
-            if config.device == "host":
-                self.weights = create_fd(packed_bytes(config))
+            if packed:
+                self.weights = create_fd(packed)
         except OSError as error:
             self.close()
             if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EMFILE):

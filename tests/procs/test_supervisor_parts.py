@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -127,12 +128,20 @@ def test_every_stage_is_handed_its_own_rings_and_no_others() -> None:
             record = memory.boot_record(stage, ready_fd=0, listen_fd=None)
             assert set(record.segments) - {"control", "stats", "trace", "ledger"} == rings
             assert set(record.doorbells) == set(STAGES)
+            assert record.weights == (memory.weights if stage == "gpu" else None)
+            assert memory.weights is not None and (memory.weights[0] in record.fds) == (stage == "gpu")
             fd = record.to_memfd()
             assert Boot.from_fd(fd) == record
             os.close(fd)
         assert set(memory.segments) == {"control", "stats", "trace", "ledger", *ring_specs(config())}
     finally:
         memory.close()
+
+
+def test_there_is_no_memory_for_packed_weights_where_nobody_packs() -> None:
+    memory = ServerMemory(replace(config(), device="cuda", dtype="bfloat16"))
+    assert memory.boot_record("gpu", ready_fd=0, listen_fd=None).weights is None
+    memory.close()
 
 
 def test_closed_shared_memory_leaves_no_descriptor() -> None:
@@ -143,8 +152,6 @@ def test_closed_shared_memory_leaves_no_descriptor() -> None:
 
 def test_too_little_memory_is_told_with_its_size_and_leaves_nothing() -> None:
     # 66,000 rows of 2^24 tokens: more than there is address space to map here, or memory to back it.
-    from dataclasses import replace
-
     small = config()
     huge = replace(small.model, context_len=2**24)
     before = open_fds()
