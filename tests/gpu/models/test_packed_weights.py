@@ -13,7 +13,7 @@ import pytest
 
 from gpu.backend import open_backend
 from gpu.kernels.packing import Packer
-from gpu.models import packed_weights
+from gpu.models import packed_weights, words
 from gpu.models.host_drafters import HostDflash, HostMtp
 from gpu.models.llama import HostLlama
 from gpu.models.packed_weights import OwnWeights, PackedWeights, SharedWeights, weights_digest
@@ -110,6 +110,8 @@ def test_a_second_model_packs_nothing_and_says_the_same_bit_for_bit(
     memory.complete()
     np.testing.assert_array_equal(said(second), alone)
     assert memory.is_complete and np.abs(alone).max() > 0.01
+    begin, addresses = memory._bytes.ctypes.data, second._layers[:, : words.LAYER_TAP]
+    assert begin < addresses.min() and addresses.max() < begin + made[1], "there is no second copy"
     used = int(np.frombuffer(os.pread(made[0], 8, 8 * BYTES_AT), np.uint64)[0])
     assert used <= packed_bytes(config_of(folders[name], dtype=dtype)) < 1.05 * used
 
