@@ -205,8 +205,8 @@ def main() -> None:
         stats.set("kv_bytes", program.kv_bytes)
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
         executor = Executor(stage.config, opened, rings, stats, traces)
-        gc.enable()
         gc.freeze()  # what is here now stays: no collection needs to look at it again
+        gc.enable()
         stage.ready(f"{graphs} graphs")
         executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)
         device.close()
