@@ -17,12 +17,11 @@ from gpu.device.guard import LaunchGuard
 from gpu.device.order import OrderChecker
 from gpu.device.protocol import Device, Observer
 from gpu.kernels.step_kernels import Array
-from gpu.models.weights import WeightSource, open_weights
+from gpu.models.weights import LateWeights, open_weights
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
 from shm.drafter_file import DFLASH, DrafterFile
 from shm.records import ResultLayout, StepView
-from shm.tensor_map import HEAD
 
 Progress = Any  # Callable[[str], None] | None
 
@@ -54,22 +53,25 @@ class Backend:
     checks: Checks
 
 
-def open_backend(config: ServerConfig, ledger_tokens: Array, progress: Progress) -> Backend:
+def open_backend(
+    config: ServerConfig, ledger_tokens: Array, progress: Progress, shared: tuple[int, int] | None = None
+) -> Backend:
     """Open the device and the weights, and make the program. ledger_tokens: plane i32[rows, max_len] of the ledger.
+    shared: descriptor and size of the server's memory for packed weights, see `shm.weights_memory`.
 
     Raises DeviceError if there is no such device, ModelError, OSError or ValueError for a model that cannot be served,
     MemoryError if it does not fit.
     """
-    weights = open_weights(config.model)
     if config.device == "cuda":
         from gpu.cuda_backend import open_cuda
         from gpu.device.guard_torch import TorchGuard
 
         checks = _checks(config, partial(TorchGuard, cuda=True))
+        weights = open_weights(config.model)
         device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
     else:
         checks = _checks(config, LaunchGuard)
-        device, program = _open_host(config, weights, ledger_tokens, progress, checks)
+        device, program = _open_host(config, ledger_tokens, progress, checks, shared)
     return Backend(device, program, checks)
 
 
@@ -78,7 +80,11 @@ def _checks(config: ServerConfig, guard: Callable[[], LaunchGuard]) -> Checks:
 
 
 def _open_host(
-    config: ServerConfig, weights: WeightSource, ledger_tokens: Array, progress: Progress, checks: Checks
+    config: ServerConfig,
+    ledger_tokens: Array,
+    progress: Progress,
+    checks: Checks,
+    shared: tuple[int, int] | None,
 ) -> tuple[Device, StepProgram]:
     from gpu.device.host import HostDevice
     from gpu.drafters.dflash import DflashDrafter
@@ -94,13 +100,15 @@ def _open_host(
     from gpu.kernels.trained import HostTrainedKernels
     from gpu.models.host_drafters import HostDflash, HostMtp
     from gpu.models.llama import HostLlama
+    from gpu.models.packed_weights import open_packed
 
     trained = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
+    weights, packed = LateWeights(config.model), open_packed(config, trained, shared)
 
-    def load(info: ModelInfo, source: WeightSource, team: Team | None, taps: tuple[int, ...] = ()) -> HostLlama:
+    def load(info: ModelInfo, team: Team | None, taps: tuple[int, ...] = ()) -> HostLlama:
         return HostLlama(
             info,
-            source,
+            weights if info is config.model else LateWeights(info),
             dtype=config.dtype,
             page_size=config.page_size,
             pages=config.pages,
@@ -111,22 +119,24 @@ def _open_host(
             progress=progress,
             team=team,
             taps=taps,
+            packed=packed,
         )
 
-    model = load(config.model, weights, None, trained.taps if trained else ())
+    model = load(config.model, None, trained.taps if trained else ())
     device = HostDevice(checks.observer, checks.guard)
     sampler: Any = partial(sample, team=model.team)
     drafter: Drafter | None = None
     if config.speculate == "ngram":
         drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
     elif trained is not None and trained.kind == DFLASH:
-        block_model = HostDflash(model, weights.tensor(HEAD), trained)
+        block_model = HostDflash(model, weights, trained, packed)
         drafter = DflashDrafter(device, config, block_model, model.tapped, HostTrainedKernels())
     elif trained is not None:
-        next_model = HostMtp(model, weights.tensor(HEAD), trained)
+        next_model = HostMtp(model, weights, trained, packed)
         drafter = MtpDrafter(device, config, next_model, model.tapped, HostTrainedKernels())
     elif config.drafter is not None:
-        draft_model = load(config.drafter, open_weights(config.drafter), model.team)
+        draft_model = load(config.drafter, model.team)
         drafter = StandaloneDrafter(device, config, draft_model, HostColumns())
+    packed.complete()
     kernels = HostStepKernels.of(config)
     return device, StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)

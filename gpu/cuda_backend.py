@@ -19,7 +19,7 @@ from gpu.drafters.drafter import Drafter
 from gpu.drafters.mtp import MtpDrafter
 from gpu.drafters.ngram import NgramDrafter
 from gpu.drafters.standalone import StandaloneDrafter
-from gpu.kernels.columns import TorchColumns
+from gpu.kernels.cuda_columns import TorchColumns
 from gpu.kernels.cuda_sampling_work import CHUNK, scratch_words
 from gpu.kernels.flashinfer_attention import Shape, choose
 from gpu.kernels.step_kernels import Array

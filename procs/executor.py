@@ -173,7 +173,7 @@ def open_backend(stage: child.Child) -> Backend:
 
     config = stage.config
     try:
-        return backend.open_backend(config, stage.ledger.tokens, stage.progress)
+        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
@@ -187,9 +187,11 @@ def open_backend(stage: child.Child) -> Backend:
 def main() -> None:
     """Run the stage until SIGTERM."""
     with child.start() as stage:
+        gc.disable()  # a start makes much that stays, and a collection would look at all of it
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         stage.progress(f"loading {stage.config.model.name}")
         opened = open_backend(stage)
+        stage.progress("warming up")
         from gpu.warm_up import WarmUp
 
         device, program = opened.device, opened.program
@@ -204,6 +206,7 @@ def main() -> None:
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
         executor = Executor(stage.config, opened, rings, stats, traces)
         gc.freeze()  # what is here now stays: no collection needs to look at it again
+        gc.enable()
         stage.ready(f"{graphs} graphs")
         executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)
         device.close()

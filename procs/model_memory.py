@@ -14,11 +14,13 @@ from pathlib import Path
 from shm.config import ModelInfo, ServerConfig
 from shm.drafter_file import DrafterFile
 from shm.ledger import Ledger
+from shm.limits import CACHE_LINE_BYTES
 from shm.tensor_map import ModelError, llama_tensors
 
 # Bytes of one weight and of one number in the KV cache, by --dtype.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}
+PANEL_ROWS = 16  # in which the host device packs weights
 # Measured: interpreters and libraries of the six processes, torch and the compiled kernels among them.
 PROCESS_BYTES = 900 << 20
 GIB = 1 << 30
@@ -42,6 +44,29 @@ def kv_bytes_per_token(info: ModelInfo, dtype: str) -> int:
     return 2 * info.num_layers * info.num_kv_heads * info.head_dim * KV_BYTES[dtype]
 
 
+def packed_bytes(config: ServerConfig) -> int:
+    """Bytes that the weights of all models of a server on the host device take once they are packed, and a little more.
+
+    Raises ModelError for a trained drafter whose file is not one any more.
+    """
+    shapes = list(llama_tensors(config.model).values())
+    if config.drafter is not None:
+        shapes += llama_tensors(config.drafter).values()
+    if config.drafter_file is not None:
+        trained = DrafterFile(Path(config.drafter_file))
+        shapes += [trained.entry(name).shape for name in trained.names()]
+        shapes.append((len(trained.vocabulary), config.model.hidden_size))  # a copy of these rows of the target's head
+    return sum(_packed(shape, WEIGHT_BYTES[config.dtype]) for shape in shapes)
+
+
+def _packed(shape: tuple[int, ...], weight_bytes: int) -> int:
+    """Of one tensor, at most: rows of a matrix in whole panels, with a scale each; all else as float32."""
+    if len(shape) < 2 or shape[0] < PANEL_ROWS:
+        return 4 * math.prod(shape) + CACHE_LINE_BYTES
+    rows = -(-shape[0] // PANEL_ROWS) * PANEL_ROWS
+    return rows * (math.prod(shape[1:]) * weight_bytes + 4) + 2 * CACHE_LINE_BYTES
+
+
 def memory_needed(config: ServerConfig) -> MemoryNeed:
     """Estimate for a whole server. Raises ModelError for a trained drafter whose file is not one any more."""
     info = config.model
@@ -49,18 +74,12 @@ def memory_needed(config: ServerConfig) -> MemoryNeed:
     # While loading, one tensor lives twice more: as float32, and half converted.
     weights, kv_cache = 2 * 4 * max(sizes.values()), 0
     if config.device == "host":
-        weights += sum(sizes.values()) * WEIGHT_BYTES[config.dtype]
+        weights += packed_bytes(config)
         kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
         if config.drafter is not None:
-            drafter = llama_tensors(config.drafter).values()
-            weights += sum(map(math.prod, drafter)) * WEIGHT_BYTES[config.dtype]
             kv_cache += config.pages * config.page_size * kv_bytes_per_token(config.drafter, config.dtype)
         if config.drafter_file is not None:
-            trained = DrafterFile(Path(config.drafter_file))
-            own = sum(math.prod(trained.entry(name).shape) for name in trained.names())
-            head = len(trained.vocabulary) * info.hidden_size  # a copy of these rows of the target's
-            weights += (own + head) * WEIGHT_BYTES[config.dtype]
-            layers = replace(info, num_layers=trained.layers)
+            layers = replace(info, num_layers=DrafterFile(Path(config.drafter_file)).layers)
             kv_cache += config.pages * config.page_size * kv_bytes_per_token(layers, config.dtype)
     ledger = Ledger.size(config.rows, config.max_len)
     return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=PROCESS_BYTES + ledger)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import errno
 import os
 
+from procs.model_memory import packed_bytes
 from shm.channel import new_address
 from shm.child import Boot, StartupError
 from shm.config import ServerConfig
@@ -20,6 +21,7 @@ from shm.ring import Ring
 from shm.segment import Segment
 from shm.stats import Stats
 from shm.trace import Trace
+from shm.weights_memory import create_fd
 
 _RECEIVERS = ("tokenizer", "frontend")  # stages that receive on a channel
 
@@ -37,10 +39,14 @@ class ServerMemory:
             "ledger": Ledger.size(config.rows, config.max_len),
             **{name: Ring.size(ring.slots, ring.payload_bytes) for name, ring in self._rings.items()},
         }
+        packed = packed_bytes(config) if config.device == "host" else 0
         self.segments: dict[str, Segment] = {}
         self.doorbell_fds: dict[str, int] = {}
+        self.weights: tuple[int, int] | None = None  # descriptor and size
         try:
             self._create(sizes)
+            if packed:
+                self.weights = create_fd(packed)
         except OSError as error:
             self.close()
             if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EMFILE):
@@ -75,6 +81,7 @@ class ServerMemory:
             listen_fd=listen_fd,
             channels=self.channels,
             supervisor_pid=os.getpid(),
+            weights=self.weights if stage == "gpu" else None,
         )
 
     def kick_all(self) -> None:
@@ -88,5 +95,8 @@ class ServerMemory:
             segment.close()
         for fd in self.doorbell_fds.values():
             os.close(fd)
+        if self.weights is not None:
+            os.close(self.weights[0])
+            self.weights = None
         self.segments.clear()
         self.doorbell_fds.clear()

@@ -1,12 +1,12 @@
 """One position of every window: taking it out of a pass for a draft model, and putting back what that model chose.
 
-Owns the two copies, for numpy and for torch. They look at no value, so that they can be captured.
+Owns the contract and the copy for numpy; the one for torch is `cuda_columns`, so that the host device never imports
+torch. They look at no value, so that they can be captured.
 """
 
 from typing import Any, Protocol
 
 import numpy as np
-import torch
 
 Array = Any  # numpy.ndarray or torch.Tensor
 
@@ -45,23 +45,3 @@ class HostColumns:
     def count(self, target: Array) -> None:
         """See `Columns`."""
         target[:] = np.arange(len(target))
-
-
-class TorchColumns:
-    """On tensors."""
-
-    def take(self, source: Array, window: int, place: int, target: Array) -> None:
-        """See `Columns`."""
-        target.copy_(source[place : len(target) * window : window])
-
-    def put_best(self, logits: Array, target: Array, window: int, place: int) -> None:
-        """See `Columns`."""
-        target[place : len(logits) * window : window].copy_(logits.argmax(dim=1))
-
-    def add(self, source: Array, number: int, target: Array) -> None:
-        """See `Columns`."""
-        torch.add(source, number, out=target).clamp_(min=0)
-
-    def count(self, target: Array) -> None:
-        """See `Columns`."""
-        torch.arange(len(target), out=target)

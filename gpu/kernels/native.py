@@ -51,7 +51,8 @@ def cache_root() -> Path:
     return (Path(base) if base else Path.home() / ".cache") / "stepahead" / FOLDER
 
 
-def _source_hash() -> str:
+def source_hash() -> str:
+    """Of all sources that native code is made of, and of what compiles it: 16 hexadecimal digits."""
     digest = hashlib.sha256(f"{numba.__version__} {llvmlite.__version__}".encode())
     package = Path(__file__).resolve().parent.parent
     for folder in SOURCES:
@@ -78,7 +79,7 @@ def purge(root: Path) -> None:
 
 def _open_folder(root: Path) -> Path:
     """Make the folder for the sources as they are, or take the one that is there. Raises OSError if it has no use."""
-    folder = root / _source_hash()
+    folder = root / source_hash()
     folder.mkdir(parents=True, exist_ok=True)
     (folder / MARKER).touch()
     with tempfile.TemporaryFile(dir=folder):  # an old marker proves nothing about new files

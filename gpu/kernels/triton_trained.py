@@ -11,7 +11,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from gpu.kernels.columns import TorchColumns
+from gpu.kernels.cuda_columns import TorchColumns
 from gpu.kernels.draft_kernels import NO_TAIL, Tail, check_tail
 from gpu.kernels.step_kernels import Array, PassShape, Rows
 from gpu.kernels.triton_gather import SPEC_WINDOWS, WARPS, spec_layouts

@@ -15,9 +15,10 @@ import numpy.typing as npt
 from gpu.kernels.gemm import activation_limit
 from gpu.models import draft_passes, words
 from gpu.models.drafter_weights import DrafterWeights
-from gpu.models.llama import HostLlama, Int32, Progress
+from gpu.models.llama import HostLlama, Int32, Progress, Weights
+from gpu.models.packed_weights import PackedWeights
 from shm.drafter_file import DrafterFile
-from shm.tensor_map import ModelError
+from shm.tensor_map import HEAD, ModelError
 
 Float32 = npt.NDArray[np.float32]
 
@@ -25,8 +26,11 @@ Float32 = npt.NDArray[np.float32]
 class _HostDrafter(HostLlama):
     """What both have in common: tokens, and states of the target, go through matrices of their own."""
 
-    def __init__(self, target: HostLlama, target_head: Float32, file: DrafterFile) -> None:
-        """target_head: float32 [vocab, hidden], of which the rows of the draft vocabulary are kept.
+    def __init__(
+        self, target: HostLlama, target_weights: Weights, file: DrafterFile, packed: PackedWeights | None = None
+    ) -> None:
+        """target_weights: those of the target, of whose head the rows of the draft vocabulary are kept. packed: as for
+        the target, and behind its own.
 
         Raises ModelError, naming the reason, for a drafter of another model.
         """
@@ -34,7 +38,7 @@ class _HostDrafter(HostLlama):
         self._target, self.vocabulary, self.parts = target, file.vocabulary, len(file.taps)
         if target.taps != file.taps:
             raise ValueError("the target keeps other layers than those that its drafter reads")
-        self._head = target_head[self.vocabulary]
+        self._target_weights = target_weights
         super().__init__(
             replace(target.info, num_layers=file.layers, qk_norm=False),
             DrafterWeights(file),
@@ -47,27 +51,29 @@ class _HostDrafter(HostLlama):
             threads=target.team.threads,
             team=target.team,
             widest=self.parts * target.info.hidden_size,
+            packed=packed,
         )
 
     def _load(self, weights: Any, progress: Progress | None) -> None:
         info, hidden, ends = self.info, self.info.hidden_size, 2 * self.info.num_layers
-        norms = self._buffer(words.NORMS, (ends + 3 + self.parts, hidden), np.float32)
+        norms = self._packed_buffer(words.NORMS, (ends + 3 + self.parts, hidden))
         try:
             self._load_layers(weights, norms, progress)
             self._token_in = self._pack(weights, ["token_in.weight"], [hidden], hidden)
             self._target_in = self._pack(weights, ["target_in.matrix.weight"], [hidden], self.parts * hidden)
-            norms[ends], norms[ends + 1] = weights.tensor("model.norm.weight"), weights.tensor("token_norm.weight")
-            norms[ends + 3 :] = weights.tensor("target_in.norms")
+            self._copy(weights, {"model.norm.weight": norms[ends], "token_norm.weight": norms[ends + 1]})
+            self._copy(weights, {"target_in.norms": norms[ends + 3 :]})
             self._state_in = self._pack(weights, ["state_in.weight"], [hidden], hidden)
-            norms[ends + 2] = weights.tensor("state_norm.weight")
+            self._copy(weights, {"state_norm.weight": norms[ends + 2]})
         except ValueError as error:
             raise ModelError(f"the drafter is not one of {info.name}: {error}") from None
         self._set_matrix(words.TOKEN_IN, self._token_in)
         self._set_matrix(words.EMBEDDING, self._target.embedding)
-        rows = len(self._head)
-        self._set_matrix(words.HEAD, self._pack(_Given(self._head), ["head"], [rows], hidden))
+        rows = len(self.vocabulary)
+        head = self._pack(_Rows(self._target_weights, self.vocabulary), [HEAD], [rows], hidden)
+        self._set_matrix(words.HEAD, head)
         self._set(words.HEAD_ROWS, rows)
-        del self._head
+        del self._target_weights
 
     def _join(self, states: Float32, parts: int, norm: int, matrix: tuple[int, int]) -> None:
         """Say which states the next pass begins with: f32[T, parts, hidden], by which norm and which matrix."""
@@ -93,9 +99,11 @@ class HostMtp(_HostDrafter):
     comes at i + 2; where it goes on by itself, its own state takes the place of the target's.
     """
 
-    def __init__(self, target: HostLlama, target_head: Float32, file: DrafterFile) -> None:
+    def __init__(
+        self, target: HostLlama, target_weights: Weights, file: DrafterFile, packed: PackedWeights | None = None
+    ) -> None:
         """See above."""
-        super().__init__(target, target_head, file)
+        super().__init__(target, target_weights, file, packed)
         self._pass = self._joined = draft_passes.JOINED[target.dtype]
         self._learn, self._resumed = draft_passes.LEARN[target.dtype], draft_passes.RESUMED[target.dtype]
         for job in (self._joined, self._learn, self._resumed):
@@ -126,9 +134,11 @@ class HostDflash(_HostDrafter):
     with what `know` has left in `residual` of the place before the block.
     """
 
-    def __init__(self, target: HostLlama, target_head: Float32, file: DrafterFile) -> None:
+    def __init__(
+        self, target: HostLlama, target_weights: Weights, file: DrafterFile, packed: PackedWeights | None = None
+    ) -> None:
         """See above."""
-        super().__init__(target, target_head, file)
+        super().__init__(target, target_weights, file, packed)
         self.mask = file.mask
         self._pass = draft_passes.JOINED[target.dtype]
         self._know = draft_passes.KNOW[target.dtype]
@@ -161,15 +171,15 @@ class HostDflash(_HostDrafter):
         self.forward(tokens, positions, seqs, page_rows, logit_rows, logits, extents, last_seen)
 
 
-class _Given:
-    """One tensor that is there already."""
+class _Rows:
+    """Some rows of another model's matrices."""
 
-    def __init__(self, matrix: Float32) -> None:
-        self._matrix = matrix
+    def __init__(self, weights: Weights, rows: Int32) -> None:
+        self._weights, self._rows = weights, rows
 
     def tensor(self, name: str, /) -> Float32:
-        """It, whatever the name."""
-        return self._matrix
+        """Those of the matrix of that name."""
+        return self._weights.tensor(name)[self._rows]
 
     def names(self) -> list[str]:
         """None of its own."""

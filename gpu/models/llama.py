@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import math
 from collections.abc import Callable, Sequence
+from functools import cached_property
 from typing import Any, Protocol
 
 import numpy as np
@@ -19,6 +20,7 @@ from gpu.kernels.packing import PACK, Packer
 from gpu.kernels.sampling import sample_rows
 from gpu.kernels.team import ENTRIES, Team, aligned
 from gpu.models import passes, words
+from gpu.models.packed_weights import OwnWeights, PackedWeights
 from gpu.models.product_phases import GATE_ROWS
 from gpu.models.rope import rope_tables
 from shm.config import ModelInfo
@@ -45,9 +47,12 @@ class Weights(Protocol):
         """All names."""
 
 
-def warm_up(dtype: str, progress: Progress | None = None) -> None:
-    """Compile, or load from the disk cache, all native code for one dtype. Nothing compiles after it."""
-    wanted = [*ENTRIES, PACK[dtype], passes.PASSES[dtype], passes.check_pass, sample_rows]
+def warm_up(dtype: str, progress: Progress | None = None, packs: bool = True) -> None:
+    """Compile, or load from the disk cache, all native code for one dtype. Nothing compiles after it.
+
+    packs: what packs weights is wanted as well.
+    """
+    wanted = [*ENTRIES, *([PACK[dtype]] if packs else []), passes.PASSES[dtype], passes.check_pass, sample_rows]
     for number, made in enumerate(wanted):
         if progress is not None:
             progress(f"compiling kernels {number + 1}/{len(wanted)}: {made.name}")
@@ -91,14 +96,17 @@ class HostLlama:
         team: Team | None = None,
         taps: Sequence[int] = (),
         widest: int = 0,
+        packed: PackedWeights | None = None,
     ) -> None:
         """team: of that many threads, if there is one already that never runs at the same time. taps: the layers, from
-        0, whose states drafters read in `tapped`. widest: row that a matrix of a subclass takes.
+        0, whose states drafters read in `tapped`. widest: row that a matrix of a subclass takes. packed: where the
+        weights are to be packed, if not in this process's own memory; if they are there already, `weights` is not read.
         """
         if dtype not in WEIGHT_BYTES:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(WEIGHT_BYTES)}")
         _check_shape(info, page_size)
-        warm_up(dtype, progress)
+        self._packed = packed or OwnWeights()
+        warm_up(dtype, progress, not self._packed.is_complete)
         self.info = info
         self.dtype = dtype
         self.page_size = page_size
@@ -115,7 +123,8 @@ class HostLlama:
         self._check = ctypes.PYFUNCTYPE(None, ctypes.c_int64)(passes.check_pass.compile())
         self._set_sizes()
         self._widest = max(info.hidden_size, info.num_heads * info.head_dim, info.intermediate_size, widest)
-        self._packer = Packer(self.team, dtype, self._widest)
+        if progress is not None and self._packed.is_complete:
+            progress("taking packed weights")
         self._load(weights, progress)
         self._allocate(threads)
 
@@ -157,9 +166,9 @@ class HostLlama:
 
     def _load(self, weights: Weights, progress: Progress | None) -> None:
         info = self.info
-        norms = self._buffer(words.NORMS, (2 * info.num_layers + 1, info.hidden_size), np.float32)
+        norms = self._packed_buffer(words.NORMS, (2 * info.num_layers + 1, info.hidden_size))
         self._load_layers(weights, norms, progress)
-        norms[-1] = weights.tensor("model.norm.weight")
+        self._copy(weights, {"model.norm.weight": norms[-1]})
         embedding = self._pack(weights, ["model.embed_tokens.weight"], [info.vocab_size], info.hidden_size)
         head = embedding
         if not info.tie_word_embeddings:
@@ -174,13 +183,13 @@ class HostLlama:
         attended, kv = info.num_heads * info.head_dim, info.num_kv_heads * info.head_dim
         table = self._layers = self._buffer(words.LAYER_TABLE, (info.num_layers, words.LAYER_WORDS), np.int64)
         if info.qk_norm:
-            head_norms = self._buffer(words.HEAD_NORMS, (info.num_layers, 2, info.head_dim), np.float32)
+            head_norms = self._packed_buffer(words.HEAD_NORMS, (info.num_layers, 2, info.head_dim))
             for layer in range(info.num_layers):
-                for number, name in enumerate(("q_norm", "k_norm")):
-                    head_norms[layer, number] = weights.tensor(f"model.layers.{layer}.self_attn.{name}.weight")
+                names = [f"model.layers.{layer}.self_attn.{name}_norm.weight" for name in "qk"]
+                self._copy(weights, dict(zip(names, head_norms[layer], strict=True)))
         for layer in range(info.num_layers):
-            if progress is not None:
-                progress(f"loading layer {layer + 1}/{info.num_layers}")
+            if progress is not None and not self._packed.is_complete:
+                progress(f"packing layer {layer + 1}/{info.num_layers}")
             base = f"model.layers.{layer}."
             attention, mlp = base + "self_attn.", base + "mlp."
             both = [mlp + "gate_proj.weight", mlp + "up_proj.weight"]
@@ -193,18 +202,34 @@ class HostLlama:
                 self._pack(weights, [mlp + "down_proj.weight"], [info.hidden_size], info.intermediate_size),
             ]
             table[layer, : words.LAYER_TAP] = [m[0] for m in made] + [m[1] for m in made]
-            norms[2 * layer] = weights.tensor(base + "input_layernorm.weight")
-            norms[2 * layer + 1] = weights.tensor(base + "post_attention_layernorm.weight")
+            before, behind = base + "input_layernorm.weight", base + "post_attention_layernorm.weight"
+            self._copy(weights, {before: norms[2 * layer], behind: norms[2 * layer + 1]})
+
+    def _packed_buffer(self, index: int, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
+        """float32 of the model's, its address in a word: to be filled by `_copy`, or there already."""
+        made = self._packed.array(shape, np.float32)
+        self._kept.append(made)
+        self._set(index, made.ctypes.data)
+        return made
+
+    def _copy(self, weights: Weights, targets: dict[str, npt.NDArray[np.float32]]) -> None:
+        """Tensors that are kept as they are, by their names."""
+        if not self._packed.is_complete:
+            for name, target in targets.items():
+                target[...] = weights.tensor(name)
 
     def _pack(
         self, weights: Weights, names: list[str], rows: list[int], k: int, alternate: bool = False
     ) -> tuple[int, int]:
         """Matrices one behind the other, or (alternate) panel by panel in turn; addresses of panels and scales."""
         columns = -(-sum(rows) // COLUMNS) * COLUMNS
-        panels = aligned((columns * k * WEIGHT_BYTES[self.dtype],), np.uint8)
-        scales = aligned((columns,), np.float32)
+        panels = self._packed.array((columns * k * WEIGHT_BYTES[self.dtype],), np.uint8)
+        scales = self._packed.array((columns,), np.float32)
+        self._kept += [panels, scales]
         first = 0
         for number, (name, count) in enumerate(zip(names, rows, strict=True)):
+            if self._packed.is_complete:
+                break
             matrix = weights.tensor(name)
             if matrix.shape != (count, k):
                 raise ValueError(f"{name} has the shape {matrix.shape}, expected {(count, k)}")
@@ -213,8 +238,11 @@ class HostLlama:
             else:
                 self._packer.pack(matrix, panels, scales, first)
             first += count // COLUMNS
-        self._kept += [panels, scales]
         return panels.ctypes.data, scales.ctypes.data
+
+    @cached_property
+    def _packer(self) -> Packer:
+        return Packer(self.team, self.dtype, self._widest)
 
     def _set_matrix(self, index: int, packed: tuple[int, int]) -> None:
         """Panels in one word, scales in the next."""

@@ -7,6 +7,7 @@ to another precision, never imports torch.
 
 from __future__ import annotations
 
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -65,6 +66,25 @@ def open_weights(info: ModelInfo) -> WeightSource:
     """Map the files of the model at info.path and check all of its tensors. Raises ModelError, naming the tensor."""
     path = Path(info.path)
     return WeightSource(info, GgufFile(path).tensors if info.format == "gguf" else read_folder(path))
+
+
+class LateWeights:
+    """All tensors of the model at info.path, whose files are opened when the first of them is asked for."""
+
+    def __init__(self, info: ModelInfo) -> None:
+        self._info = info
+
+    def names(self) -> list[str]:
+        """See `WeightSource.names`."""
+        return list(llama_tensors(self._info))
+
+    def tensor(self, hf_name: str) -> NDArray[np.float32]:
+        """See `WeightSource.tensor`; raises what `open_weights` raises, too."""
+        return self._source.tensor(hf_name)
+
+    @cached_property
+    def _source(self) -> WeightSource:
+        return open_weights(self._info)
 
 
 def _restore_halves(data: NDArray[np.uint8], heads: int, head_dim: int) -> NDArray[np.uint8]:

@@ -50,11 +50,15 @@ class ExecutorRig:
         }
         self.steps = self.rings["step"].attach_producer()
         self.results = self.rings["result"].attach_consumer()
-        self.memory.control.set_epoch("gpu", 1)
-        self.process = StageProcess(SPEC, self.memory, child_environment(SPEC, self.config, os.environ), None)
         self.said: list[Said] = []
+        self.start()
         for row, prompt in PROMPTS.items():
             self.ledger.tokens[row, : len(prompt)] = prompt
+
+    def start(self) -> None:
+        self.memory.control.set_epoch("gpu", self.memory.control.epoch("gpu") + 1)
+        self.process = StageProcess(SPEC, self.memory, child_environment(SPEC, self.config, os.environ), None)
+        self.said.clear()
 
     def wait(self, condition: Callable[[], bool], seconds: float = 20.0) -> None:
         deadline = time.monotonic() + seconds
@@ -155,6 +159,30 @@ def test_a_row_has_the_same_tokens_alone_and_among_others(
     assert rig.process.reap() == 0
     assert rig.memory.stats.read()["gpu"]["steps_total"] == number
     assert rig.said[0] == Said("progress", f"loading {rig.config.model.name}")
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_after_a_death_the_weights_are_there_though_the_model_is_gone(
+    start: Callable[..., ExecutorRig], tmp_path: Path, dtype: str
+) -> None:
+    folder = TinyLlama().write_hf(tmp_path / "model")
+    rig = start(read_model_info(folder), dtype=dtype)
+    answers: list[list[int]] = []
+    for number in range(2):
+        rig.until_ready()
+        rig.push(3 * number + 1, [], (1, 1, 0, len(PROMPTS[1]), 1), 6)
+        for step in (2, 3):
+            rig.push(3 * number + step, [1])
+        answers.append([token for _ in range(3) for token in rig.result()])
+        was_said = [said.text for said in rig.said]
+        assert any(text.startswith("packing layer") for text in was_said) == (number == 0)
+        assert ("taking packed weights" in was_said) == (number == 1)
+        if number == 0:
+            (folder / "model.safetensors").unlink()
+            rig.process.kill()
+            rig.process.reap()
+            rig.start()
+    assert answers[0] == answers[1] and len(answers[0]) == 3
 
 
 def test_a_broken_step_ends_the_process_with_the_reason(start: Callable[..., ExecutorRig], model: ModelInfo) -> None:

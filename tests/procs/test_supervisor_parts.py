@@ -9,6 +9,7 @@ import subprocess
 import sys
 import threading
 import time
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -46,6 +47,23 @@ def test_the_environment_is_cleaned_and_the_threads_are_set() -> None:
     assert not {"PYTHONOPTIMIZE", "STEPAHEAD_API_KEY"} & set(env)
     assert (env["HOME"], env["OMP_NUM_THREADS"], env["NUMBA_NUM_THREADS"]) == ("/h", "3", "3")
     assert all("{" not in value for spec in CHILD_SPECS for value in child_environment(spec, config(), {}).values())
+
+
+def test_bytecode_is_kept_in_the_cache_where_it_may_not_lie_beside_the_sources(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
+    spec, unwanted = CHILD_SPECS[0], {"PYTHONDONTWRITEBYTECODE": "1"}
+    env = child_environment(spec, config(), unwanted)
+    assert (env.get("PYTHONDONTWRITEBYTECODE"), env["PYTHONPYCACHEPREFIX"]) == (None, "/c/stepahead/bytecode")
+    assert "PYTHONPYCACHEPREFIX" not in child_environment(spec, config(), {})
+    env = child_environment(spec, config(), unwanted | {"PYTHONPYCACHEPREFIX": "/own"})
+    assert (env["PYTHONDONTWRITEBYTECODE"], env["PYTHONPYCACHEPREFIX"]) == ("1", "/own")
+    monkeypatch.delenv("XDG_CACHE_HOME")
+
+    def homeless(_path: Path) -> Path:
+        raise RuntimeError("no home")
+
+    monkeypatch.setattr(Path, "expanduser", homeless)
+    assert child_environment(spec, config(), unwanted)["PYTHONDONTWRITEBYTECODE"] == "1"
 
 
 def shadow(folder: Path) -> Path:
@@ -110,12 +128,20 @@ def test_every_stage_is_handed_its_own_rings_and_no_others() -> None:
             record = memory.boot_record(stage, ready_fd=0, listen_fd=None)
             assert set(record.segments) - {"control", "stats", "trace", "ledger"} == rings
             assert set(record.doorbells) == set(STAGES)
+            assert record.weights == (memory.weights if stage == "gpu" else None)
+            assert memory.weights is not None and (memory.weights[0] in record.fds) == (stage == "gpu")
             fd = record.to_memfd()
             assert Boot.from_fd(fd) == record
             os.close(fd)
         assert set(memory.segments) == {"control", "stats", "trace", "ledger", *ring_specs(config())}
     finally:
         memory.close()
+
+
+def test_there_is_no_memory_for_packed_weights_where_nobody_packs() -> None:
+    memory = ServerMemory(replace(config(), device="cuda", dtype="bfloat16"))
+    assert memory.boot_record("gpu", ready_fd=0, listen_fd=None).weights is None
+    memory.close()
 
 
 def test_closed_shared_memory_leaves_no_descriptor() -> None:
@@ -126,8 +152,6 @@ def test_closed_shared_memory_leaves_no_descriptor() -> None:
 
 def test_too_little_memory_is_told_with_its_size_and_leaves_nothing() -> None:
     # 66,000 rows of 2^24 tokens: more than there is address space to map here, or memory to back it.
-    from dataclasses import replace
-
     small = config()
     huge = replace(small.model, context_len=2**24)
     before = open_fds()

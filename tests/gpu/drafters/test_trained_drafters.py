@@ -107,12 +107,11 @@ class Served(ServedMill):
             pages_per_row=config.pages_per_row, max_tokens=config.pass_tokens,
             max_seqs=ResultLayout(config).max_rows * config.window, threads=1, taps=file.taps if file else (),
         )  # fmt: skip
-        head = weights.tensor("lm_head.weight")
         if file is not None and file.kind == "dflash":
-            dflash = HostDflash(target, head, file)
+            dflash = HostDflash(target, weights, file)
             self.drafter = DflashDrafter(device, config, dflash, target.tapped, HostTrainedKernels())
         elif file is not None:
-            mtp = HostMtp(target, head, file)
+            mtp = HostMtp(target, weights, file)
             self.drafter = MtpDrafter(device, config, mtp, target.tapped, HostTrainedKernels())
         kernels, sampler = HostStepKernels.of(config), partial(sample, team=target.team)
         return StepProgram(device, config, target, kernels, sampler, self.ledger.tokens, drafter=self.drafter)

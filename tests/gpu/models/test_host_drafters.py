@@ -48,7 +48,7 @@ def target_of(folder: Path, dtype: str = "float32", taps: tuple[int, ...] = TAPS
 
 def opened(kind: Any, folder: Path, file: Path, dtype: str = "float32") -> Any:
     target = target_of(folder, dtype)
-    return kind(target, open_weights(target.info).tensor("lm_head.weight"), DrafterFile(file))
+    return kind(target, open_weights(target.info), DrafterFile(file))
 
 
 def ints(*values: int) -> Any:
@@ -142,7 +142,7 @@ def test_a_drafter_of_another_model_is_refused(folder: Path, mtp: Trained, tmp_p
     with pytest.raises(ModelError, match="no trained drafter"):
         DrafterFile(folder / "model.safetensors")
     with pytest.raises(ValueError, match="other layers"):
-        HostMtp(target_of(folder, taps=(1,)), np.zeros((300, 64), np.float32), DrafterFile(mtp.file))
+        HostMtp(target_of(folder, taps=(1,)), open_weights(read_model_info(folder)), DrafterFile(mtp.file))
 
 
 BROKEN = {
