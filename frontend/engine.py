@@ -48,6 +48,11 @@ class Engine:
         self._questions: dict[int, asyncio.Future[dict[str, Any]]] = {}
         self._question_bytes = 0
         self._asked = 0
+        self._asks: dict[int, dict[str, Any]] = {}  # the questions themselves
+        # The process of each stage whose messages are taken, by epoch, and the tokenizer that has been told all.
+        self._hears = {"tokenizer": 0, "detokenizer": 0}
+        self._told = 0
+        self.look_around()
 
     @property
     def idle(self) -> bool:
@@ -89,17 +94,30 @@ class Engine:
         self.meter.began()
         self.meter.open_rows(self._rows.open_count)
         for row, prompt in zip(exchange.rows, work.prompts, strict=True):
-            self._tokenizer.send(
-                {
-                    "op": "generate",
-                    "row": row.number,
-                    "gen": row.generation,
-                    **prompt,
-                    "params": work.params,
-                    "default_max_tokens": work.default_max_tokens,
-                }
-            )
+            row.message = {
+                "op": "generate",
+                "row": row.number,
+                "gen": row.generation,
+                **prompt,
+                "params": work.params,
+                "default_max_tokens": work.default_max_tokens,
+            }
+            self._tokenizer.send(row.message)
         return exchange
+
+    def look_around(self) -> None:
+        """Find out who has died and been started again: what the dead said is heard no more, and a tokenizer that took
+        over is told everything that none has answered. Call after every kick.
+        """
+        control = self._control
+        for stage in self._hears:
+            self._hears[stage] = control.epoch(stage)
+        control.set_hears("frontend", self._hears["detokenizer"])
+        serves = control.serves("tokenizer")
+        if serves != self._told:
+            self._told = serves
+            for message in (*self._rows.unaccepted, *self._asks.values()):
+                self._tokenizer.send(message)
 
     def abandon(self, exchange: Exchange) -> None:
         """The client has left."""
@@ -143,19 +161,23 @@ class Engine:
         answer: asyncio.Future[dict[str, Any]] = asyncio.get_running_loop().create_future()
         self._questions[key] = answer
         self._question_bytes += size
-        self._tokenizer.send({**question, "id": key})
+        self._asks[key] = {**question, "id": key}
+        self._tokenizer.send(self._asks[key])
         try:
             return await answer
         except asyncio.CancelledError:
             self._tokenizer.send({"op": "cancel", "id": key})
             raise
         finally:
-            del self._questions[key]
+            del self._questions[key], self._asks[key]
             self._question_bytes -= size
 
     def receive(self, messages: list[dict[str, Any]]) -> None:
         """Brings the messages of one turn to the rows and questions they belong to."""
         for message in messages:
+            sender = "detokenizer" if message["ev"] == "text" else "tokenizer"
+            if message["epoch"] != self._hears[sender]:
+                continue  # of a process that has died: what counts of it is in the ledger, and is said again
             if message["ev"] in ("tokenized", "detokenized", "failed"):
                 self._answer(message)
             else:

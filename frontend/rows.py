@@ -39,6 +39,7 @@ class Row:
         "ids",
         "index",
         "last_ns",
+        "message",
         "number",
         "prompt_ids",
         "prompt_tokens",
@@ -48,6 +49,7 @@ class Row:
 
     def __init__(self, number: int, generation: int, exchange: Exchange, index: int, now_ns: int) -> None:
         self.number = number
+        self.message: dict[str, Any] | None = None  # to the tokenizer, until it is accepted
         self.generation = generation
         self.exchange = exchange
         self.index = index  # of the choice in the answer
@@ -100,10 +102,33 @@ class RowTable:
         self._open: dict[int, Row] = {}
         # Last in, first out: the pages of few rows stay warm.
         self._free = list(range(rows - 1, -1, -1))
+        self._adopt()
 
     @property
     def open_count(self) -> int:
         return len(self._open)
+
+    def _adopt(self) -> None:
+        """Take over the rows of a frontend that died: their clients are gone, so the scheduler has to end them."""
+        ledger = self._ledger
+        exchange = Exchange(stream=False, keep_ids=False)
+        exchange.gone = True
+        left = (ledger.generation > 0) & (ledger.freed != ledger.generation)
+        for number in left.nonzero()[0].tolist():
+            generation = int(ledger.generation[number])
+            row = Row(number, generation, exchange, 0, time.monotonic_ns())
+            row.count, row.accepted = int(ledger.delivered[number]), True
+            row.message = {"op": "leave", "row": number, "gen": generation}
+            ledger.abort[number] = generation
+            self._open[number] = row
+            self._free.remove(number)
+        if self._open:
+            self._ring_scheduler()
+
+    @property
+    def unaccepted(self) -> list[dict[str, Any]]:
+        """What the tokenizer has to be told (once more): of a row that it may never have heard of."""
+        return [row.message for row in self._open.values() if row.message is not None]
 
     def open(self, exchange: Exchange, choices: int) -> None:
         """Takes a row for each of the `choices` prompts of `exchange`, or raises ApiError 429 and takes none."""
@@ -141,6 +166,8 @@ class RowTable:
             row = self._find(message["row"], message["gen"])
             if row is not None and not row.accepted:
                 self._accept(row, message["prompt_tokens"])
+            elif row is not None:
+                row.message = None
         elif kind == "rejected":
             row = self._find(message["row"], message["gen"])
             if row is not None:
@@ -164,6 +191,7 @@ class RowTable:
 
     def _accept(self, row: Row, prompt_tokens: int) -> None:
         row.accepted = True
+        row.message = None
         row.prompt_tokens = prompt_tokens
         exchange = row.exchange
         if exchange.keep_ids:
@@ -221,5 +249,6 @@ class RowTable:
 
     def _free_row(self, row: Row) -> None:
         row.released = True
+        self._ledger.freed[row.number] = row.generation
         del self._open[row.number]
         self._free.append(row.number)

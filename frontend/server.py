@@ -117,6 +117,7 @@ class Process:
         """Looks at the state of the server whenever the doorbell rings, and every WAIT_MS_MAX in any case."""
         while not self._server.should_exit:
             self._child.beat()
+            self.engine.look_around()
             if self.engine.failed:
                 self.engine.fail(self.engine.failure)
                 self._end(FAIL_FLUSH_SECONDS)

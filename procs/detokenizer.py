@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -38,6 +38,8 @@ from shm.trace import TraceWriter, What
 
 # Automata of the latest sets of stop strings are kept: requests of one application have the same. The largest is 1 MB.
 STOP_SETS_MAX = 32
+
+REBUILD_LOOK_MS = 5  # between two looks whether the frontend has let go of an earlier detokenizer
 
 Item = list[Any]
 
@@ -92,8 +94,11 @@ class Detokenizer:
         table: TextTable,
         stats: StatsWriter,
         trace: TraceWriter,
+        epoch: int = 1,
     ) -> None:
+        """epoch: of this process, which the frontend knows its messages by."""
         self._ledger = ledger
+        self._epoch = epoch
         self._progress = progress
         self._frontend = frontend
         self._scheduler_bell = scheduler_bell
@@ -108,6 +113,19 @@ class Detokenizer:
         """Rows that have been seen and not been released."""
         return len(self._rows)
 
+    def rebuild(self) -> None:
+        """Begin anew from the ledger: what the frontend has not taken of any row is said again, from `delivered` on."""
+        ledger = self._ledger
+        self._rows.clear()
+        known = (ledger.generation > 0) & (ledger.begun == ledger.generation) & (ledger.freed != ledger.generation)
+        news = {}
+        for row in np.flatnonzero(known).tolist():
+            generation = int(ledger.generation[row])
+            done = int(ledger.done[row]) == generation  # before the count: nothing is stored behind it
+            finish = int(ledger.finish[row]) if done else FINISH_NONE
+            news[row] = (generation, int(ledger.count[row]), finish)
+        self._say(news.items())
+
     def turn(self) -> int:
         """Handles every record that is there; returns how many. The message leaves before the records are given back,
         so that a death in between repeats items and loses none.
@@ -117,15 +135,20 @@ class Detokenizer:
             return 0
         begin_ns = time.monotonic_ns()
         news, step = self._read(records)
+        tokens, pieces = self._say(news.items())
+        self._progress.release(records)
+        self._record(step, begin_ns, tokens, pieces)
+        return records
+
+    def _say(self, news: Iterable[tuple[int, tuple[int, int, int]]]) -> tuple[int, int]:
+        """Sends the items of rows that are at (generation, count, finish); returns how many tokens and items."""
         items: list[Item] = []
         tokens = 0
-        for row, (generation, count, finish) in news.items():
+        for row, (generation, count, finish) in news:
             tokens += self._advance(row, generation, count, finish, items)
         if items:
-            self._frontend.send({"ev": "text", "items": items})
-        self._progress.release(records)
-        self._record(step, begin_ns, tokens, len(items))
-        return records
+            self._frontend.send({"ev": "text", "epoch": self._epoch, "items": items})
+        return tokens, len(items)
 
     def _read(self, records: int) -> tuple[dict[int, tuple[int, int, int]], int]:
         """Returns ({row: (generation, count, finish)}, newest step): a row's last record says what the others said."""
@@ -137,15 +160,20 @@ class Detokenizer:
             columns = (column.tolist() for column in read_progress(slot.payload))
             for row, generation, count, finish in zip(*columns, strict=True):
                 earlier = news.get(row)
-                assert earlier is None or earlier[2] == FINISH_NONE, f"row {row} goes on after it was finished"
+                if earlier is not None and earlier[2] != FINISH_NONE and earlier[0] == generation:
+                    # A scheduler that takes over tells once more of what may not have been told.
+                    assert (count, finish) == earlier[1:], f"row {row} goes on after it was finished"
                 news[row] = (generation, count, finish)
         return news, step
 
     def _advance(self, row: int, generation: int, count: int, finish: int, items: list[Item]) -> int:
         """Takes a row up to `count` output tokens, appends its item if there is one; returns the tokens taken in."""
+        ledger = self._ledger
+        if ledger.generation[row] != generation or ledger.freed[row] == generation:
+            return 0  # told once more by a scheduler that took over, and over long since
         state = self._rows.get(row)
         if state is None:
-            state = self._rows[row] = open_row(self._ledger, self._table, self._stops, row, generation)
+            state = self._rows[row] = open_row(ledger, self._table, self._stops, row, generation)
         assert state.generation == generation, f"row {row}: {state.generation} was not released before {generation}"
         release = finish != FINISH_NONE
         before = state.output.count
@@ -202,13 +230,26 @@ def main() -> None:
             table,
             stage.stats_writer(),
             stage.trace(),
+            stage.epoch,
         )
         gc.freeze()  # the table lives as long as the process: no need to look through it ever again
+        heard = stage.epoch == 1  # the first detokenizer of a server has no predecessor
+        frontend = stage.control.serves("frontend")
         stage.ready()
         while not stage.stopping:
             stage.beat()
-            stage.own_doorbell.wait(lambda: progress.available() > 0)
-            detokenizer.turn()
+            if heard and stage.control.serves("frontend") == frontend:
+                stage.own_doorbell.wait(lambda: progress.available() > 0)
+                detokenizer.turn()
+                continue
+            # From when on the frontend drops what an earlier detokenizer said, `delivered` stands still. A frontend
+            # that takes over has heard nothing.
+            frontend = stage.control.serves("frontend")
+            heard = stage.control.hears("frontend") == stage.epoch
+            if heard:
+                detokenizer.rebuild()
+            else:
+                stage.own_doorbell.wait(lambda: stage.control.hears("frontend") == stage.epoch, REBUILD_LOOK_MS)
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ def recover(rows: Rows) -> int:
     ready = ledger.ready.copy()
     known = (ready > 0) & (ready == ledger.generation)
     live = np.flatnonzero(known & (ledger.done != ready))
-    done = np.flatnonzero(known & (ledger.done == ready))
+    done = np.flatnonzero(known & (ledger.done == ready) & (ledger.freed != ready))
     live = live[np.argsort(ledger.arrival_ns[live], kind="stable")]
     for row in live.tolist():
         rows.enqueue(row, int(ready[row]))

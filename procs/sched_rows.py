@@ -71,7 +71,7 @@ class Rows:
         """
         ledger = self.ledger
         known = self._live[row] == generation or ledger.done[row] == generation
-        if known or ledger.ready[row] != generation:
+        if known or ledger.ready[row] != generation or ledger.generation[row] != generation:
             return
         assert self._live[row] == NOT_LIVE, "a row is given out again only after it was done"
         self._live[row] = generation
@@ -234,6 +234,16 @@ class Rows:
         self.waiting.move_to_end(row, last=False)
         self.headroom = policy.HEADROOM_TIGHT
         self.stats.add("retractions_total")
+
+    def forget_device(self) -> None:
+        """Queue every running row again, in the order in which they were admitted, and let go of all cached prefixes:
+        the device's memory is new.
+        """
+        running = np.flatnonzero(self.state.used)
+        for entry in running[np.argsort(-self.state.order[running])].tolist():
+            self._retract(entry)
+        self.pool.give(self.cache.evict(self.cache.cached))
+        self._refused = ()
 
     def _release(self, entry: int) -> None:
         """Free an entry and its pages at once (see above why that is right), keeping its counted pages in the cache."""

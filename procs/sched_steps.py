@@ -166,6 +166,12 @@ class Steps:
         rows.stats.add("surplus_tokens_total", produced - taken)
         return flight
 
+    def drop(self) -> Flight:
+        """Take the oldest step in flight as one that did not run. Its rows have to be retracted: see
+        `Rows.forget_device`.
+        """
+        return self.in_flight.popleft()
+
     def _count_drafts(self, flight: Flight, result: ResultView, counts: NDArray[np.int32]) -> None:
         """counts: tokens gained by the decode rows that still run; what others gain is nobody's."""
         stats, drafted = self.rows.stats, result.window > 1

@@ -22,7 +22,7 @@ from procs.sched_rows import Rows
 from procs.sched_steps import Steps
 from shm import child
 from shm.limits import STEPS_IN_FLIGHT
-from shm.records import ResultLayout, StepLayout, progress_rows_max, read_intake
+from shm.records import RESULT_DROPPED, ResultLayout, StepLayout, progress_rows_max, read_intake
 from shm.trace import What
 
 EPOCH_STEPS = 1 << 40  # steps that one scheduler may number: those of a later one are higher, whatever this one did
@@ -47,6 +47,7 @@ class Scheduler:
         self._depth = STEPS_IN_FLIGHT if config.overlap else 1
         self._first_step = self._next_step = (stage.epoch - 1) * EPOCH_STEPS + 1
         self._audited = False
+        self._gpu_epoch = stage.control.epoch("gpu")
         self.rows = Rows(config, stage.ledger, self._stats)
         self.steps = Steps(self.rows)
 
@@ -102,6 +103,7 @@ class Scheduler:
         if flight is None:
             return False
         self._next_step += 1
+        view.gpu_epoch = self._gpu_epoch
         self._queue.publish(view.used_nbytes, view.kind, source_seq=step)
         end = time.monotonic_ns()
         self._trace.span(What.PLAN, step, begin, planned)
@@ -142,7 +144,11 @@ class Scheduler:
         slot = results.peek()
         expected = self._queue.head - len(self.steps.in_flight)  # place of the oldest step in flight in the step ring
         view = self._result_views[slot.seq % len(self._result_views)]
-        flight = self.steps.apply(view)
+        if slot.kind == RESULT_DROPPED:
+            flight = self.steps.drop()
+            self._meet_new_gpu()
+        else:
+            flight = self.steps.apply(view)
         assert view.step == flight.step and slot.source_seq == expected, (
             f"result of step {view.step}, record {slot.source_seq}; expected step {flight.step}, record {expected}"
         )
@@ -152,6 +158,13 @@ class Scheduler:
         self._stats.add("process_ns_total", processed - end)
         self._stats.observe("process_s", (processed - end) * 1e-9)
         self._export()
+
+    def _meet_new_gpu(self) -> None:
+        """Whatever was in the memory of the gpu process has died with it: all rows begin anew, from the ledger."""
+        epoch = self._stage.control.epoch("gpu")
+        if epoch != self._gpu_epoch:
+            self._gpu_epoch = epoch
+            self.rows.forget_device()
 
     def _drop_stale(self) -> bool:
         """Drop the oldest result if a scheduler that died had queued its step: the rows in it were queued again."""

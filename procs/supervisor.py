@@ -5,7 +5,8 @@ never returns while anything that it started is alive. Its signal handlers only 
 
     STARTING --all ready--> READY --SIGTERM, SIGINT--> DRAINING --no open rows--> stopped in reverse: exit 0
         drained too slowly: FAILED, the clients are told, the rest is killed: exit 0
-        any stage ends by itself, with whatever status: FAILED, the clients are told, the rest is killed: exit 1
+        a stage ends by itself, with whatever status, or hangs: it alone is started again, in a new epoch
+        it cannot start at all, or dies too often in a row: FAILED, the clients are told, the rest is killed: exit 1
         a second signal, not in the same breath: everything is killed at once: exit 128 + its number
 """
 
@@ -21,17 +22,19 @@ from typing import Protocol
 
 from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
 from procs.log_line import LogLine
+from procs.restarts import Deaths, Pulse, look_at
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import StageProcess
 from shm.config import ServerConfig
-from shm.control import DRAINING, READY
+from shm.control import DRAINING, READY, STARTING
 from shm.trace import What
 
 TELL_CLIENTS_SECONDS = 1.0  # after a death, for the frontend to send its error events and end
 LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
 SAME_BREATH_SECONDS = 0.1  # `timeout` and others signal a process and its group: one wish, two signals
 LOOK_AGAIN_SECONDS = 0.02  # between two looks at the open rows
+PULSE_SECONDS = 0.05  # between two looks at the heartbeats
 
 assert TELL_CLIENTS_SECONDS + LAST_WORDS_SECONDS < 2, "from a death to the end of the server"
 
@@ -89,6 +92,11 @@ class Supervisor:
         self._specs = specs
         self._environ = os.environ if environ is None else environ
         self._children: list[StageProcess] = []
+        self._deaths = {spec.stage: Deaths(spec) for spec in specs}
+        self._died_s: dict[str, float] = {}  # stages that are down, and since when
+        self._due_s: dict[str, float] = {}  # of those the ones that wait for their next start, and until when
+        self._pulses: dict[str, Pulse] = {}
+        self._pulse_s = 0.0
         self._signals = SignalPipe()
         self._stopping = False
         self.interrupted_by = 0
@@ -134,28 +142,29 @@ class Supervisor:
         control.set_epoch("supervisor", 1)
         control.set_pid("supervisor", os.getpid())
         for spec in self._specs:
-            self._start(spec)
-        self._until(lambda: self._stopping or all(child.is_ready for child in self._children), self._check_deadlines)
+            self._children.append(self._start(spec))
+        self._until(lambda: self._stopping or all(child.is_ready for child in self._children), self._look_after)
         if not self._stopping:
             control.state = READY
             self._memory.kick_all()
             self._memory.trace.writer("supervisor").span(What.START, 0, begin_ns, time.monotonic_ns())
             self._report.ready()
-            self._until(lambda: self._stopping, self._log)
+            self._until(lambda: self._stopping, lambda: _soonest(self._log(), self._look_after()))
             if not self._drain():
                 return  # the clients were told, and nothing is left to be finished: the burial kills, hung or not
         for child in reversed(self._children):
             self._stop(child)
 
-    def _start(self, spec: ChildSpec) -> None:
+    def _start(self, spec: ChildSpec) -> StageProcess:
         control = self._memory.control
         control.set_epoch(spec.stage, control.epoch(spec.stage) + 1)
         env = child_environment(spec, self._config, self._environ)
         child = StageProcess(spec, self._memory, env, self._listener.fileno())
-        self._children.append(child)
         control.set_pid(spec.stage, child.pid)
+        self._pulses[spec.stage] = Pulse()
         self._selector.register(child.ready_fd, selectors.EVENT_READ, lambda: self._hear(child))
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._died(child))
+        return child
 
     def _until(self, condition: Callable[[], bool], look: Callable[[], float | None] = lambda: None) -> None:
         """Handle what comes until `condition()`. `look` is called every turn; it returns the seconds to the next."""
@@ -176,29 +185,90 @@ class Supervisor:
         for event, text in child.listen():
             if event == "error":
                 child.wait_exit(LAST_WORDS_SECONDS)  # it may be printing where it happened
-                raise self._failure(child, text)
+                self._lost(child, text)
+                return
             if event == "progress":
                 self._report.progress(child.stage, text)
+            if event == "ready":
+                self._is_back(child)
         if child.silent:
             self._selector.unregister(child.ready_fd)
 
     def _died(self, child: StageProcess) -> None:
         assert child.wait_exit(0)
-        raise self._failure(child, child.how_it_ended())
+        self._selector.unregister(child.pidfd)
+        self._forget(child)
+        self._lost(child, child.how_it_ended())
 
-    def _failure(self, child: StageProcess, reason: str) -> StageFailed:
+    def _forget(self, child: StageProcess) -> None:
+        """Watch it no more."""
+        for fd in (child.ready_fd, child.pidfd):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+
+    def _lost(self, child: StageProcess, reason: str) -> None:
+        """A stage is dead, or has to be: bury it, and have it started again. Raises StageFailed where that is no use:
+        what it says itself before the server is ready, and deaths in a row.
+        """
         self._stats.add("deaths_total")
-        return StageFailed(child.stage, reason)
+        self._forget(child)
+        status = child.reap()
+        stage, now_s = child.stage, time.monotonic()
+        control = self._memory.control
+        control.set_pid(stage, 0)
+        if child.error and control.state == STARTING:
+            raise StageFailed(stage, reason)
+        served_s = now_s - child.ready_s if child.is_ready else 0.0
+        delay_s = self._deaths[stage].died(reason, served_s)
+        if delay_s is None:
+            deaths = self._deaths[stage].in_a_row
+            raise StageFailed(stage, reason if deaths == 1 else f"{reason} (its death number {deaths} in a row)")
+        self._report.note(f"{stage} died ({reason}, status {status}), it is started again; requests wait for it")
+        self._died_s.setdefault(stage, now_s)
+        self._due_s[stage] = now_s + delay_s
 
-    def _check_deadlines(self) -> float | None:
-        """Return the seconds until the next stage that is starting runs out of time. Raises StageFailed if one has."""
+    def _restart(self, stage: str) -> None:
+        del self._due_s[stage]
+        place = next(i for i, child in enumerate(self._children) if child.stage == stage)
+        self._stats.add("restarts_total")
+        control = self._memory.control
+        control.set_restarts(stage, control.restarts(stage) + 1)
+        self._children[place] = self._start(self._children[place].spec)
+        self._memory.kick_all()  # whoever heard the one that died looks at the epoch, and hears it no more
+
+    def _is_back(self, child: StageProcess) -> None:
+        """It serves, perhaps again: then whoever has to know of it looks at its epoch."""
+        control = self._memory.control
+        epoch = control.epoch(child.stage)
+        control.set_serves(child.stage, epoch)
+        if child.stage in self._died_s:
+            seconds = time.monotonic() - self._died_s.pop(child.stage)
+            self._report.note(f"{child.stage} is back after {seconds:.2f} s (epoch {epoch})")
+            self._memory.kick_all()
+
+    def _look_after(self) -> float | None:
+        """Start what is due, find who hangs. Return the seconds until the next look. May raise StageFailed."""
         now_s = time.monotonic()
-        starting = [child for child in self._children if not child.is_ready]
-        for child in starting:
-            if now_s - child.started_s > child.spec.ready_seconds:
+        for stage in [stage for stage, due_s in self._due_s.items() if due_s <= now_s]:
+            self._restart(stage)
+        for child in list(self._children):
+            if not child.is_ready and not child.exited and now_s - child.started_s > child.spec.ready_seconds:
                 busy = f"; the last it said was: {child.last_words}" if child.last_words else ""
-                raise self._failure(child, f"not ready after {child.spec.ready_seconds:g} s{busy}")
-        return min((child.started_s + child.spec.ready_seconds - now_s for child in starting), default=None)
+                raise StageFailed(child.stage, f"not ready after {child.spec.ready_seconds:g} s{busy}")
+        if now_s - self._pulse_s >= PULSE_SECONDS:
+            self._pulse_s = now_s
+            self._feel_pulses(now_s)
+        return PULSE_SECONDS
+
+    def _feel_pulses(self, now_s: float) -> None:
+        control = self._memory.control
+        for child in list(self._children):
+            if child.is_ready and not child.exited:
+                beat_ns = control.heartbeat_ns(child.stage)
+                reason = self._pulses[child.stage].hangs(beat_ns, now_s, look_at(child.pid))
+                if reason:
+                    self._stats.add("hangs_total")
+                    self._lost(child, reason)
 
     def _log(self) -> float | None:
         """Say what the server does, once per interval; return the seconds to the next time."""
@@ -231,7 +301,7 @@ class Supervisor:
             empty_looks = 0 if self._open_rows() else empty_looks + 1
             return empty_looks > 2 or time.monotonic() >= deadline_s
 
-        self._until(finished, lambda: LOOK_AGAIN_SECONDS)
+        self._until(finished, lambda: _soonest(LOOK_AGAIN_SECONDS, self._look_after()))
         if open_rows := self._open_rows():
             self._report.note(f"{open_rows} requests were not finished after {seconds:g} s")
             self._forget_all()
@@ -278,3 +348,7 @@ class Supervisor:
             child.kill()
         for child in self._children:
             child.reap()
+
+
+def _soonest(*seconds: float | None) -> float | None:
+    return min((s for s in seconds if s is not None), default=None)

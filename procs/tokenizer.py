@@ -80,7 +80,10 @@ class TokenizerStage:
         stats: StatsWriter,
         trace: TraceWriter,
         wait_for: Callable[[Callable[[], bool]], bool],
+        epoch: int = 1,
     ) -> None:
+        """epoch: of this process, which the frontend knows its messages by."""
+        self._epoch = epoch
         self._config = config
         self._ledger = ledger
         self._intake = intake
@@ -97,6 +100,7 @@ class TokenizerStage:
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
             "cancel": self._cancel,
+            "leave": self._leave,
         }
 
     def take(self, messages: Sequence[Message]) -> None:
@@ -136,7 +140,7 @@ class TokenizerStage:
 
     def _generate(self, message: Message) -> Work | None:
         row, generation, kind, params = message["row"], message["gen"], message["kind"], message["params"]
-        if self._left(row, generation):
+        if self._left(row, generation) or self._is_known(row, generation):
             return None
         param = "messages" if kind == "chat" else "prompt"
         request = Request(
@@ -156,6 +160,21 @@ class TokenizerStage:
         self._encoder.check_length(text, self._config.max_len, param)
         return Work(text, kind == "text", then)
 
+    def _is_known(self, row: int, generation: int) -> bool:
+        """Whether a row that is sent once more is over, or is in the ledger already; then it is handed on as it is."""
+        ledger = self._ledger
+        if ledger.generation[row] != generation or ledger.freed[row] == generation:
+            return True
+        if ledger.ready[row] != generation:
+            return False
+        self._ready.append((row, generation, int(ledger.prompt_len[row])))
+        return True
+
+    def _leave(self, message: Message) -> None:
+        """A row whose frontend has died: nobody will send its prompt again."""
+        if not self._is_known(message["row"], message["gen"]):
+            self._left(message["row"], message["gen"])
+
     def _tokenize(self, message: Message) -> Work | None:
         chat = message.get("messages") is not None
         special = message.get("add_special_tokens")
@@ -164,14 +183,14 @@ class TokenizerStage:
         return Work(text, add, partial(self._tokenized, message), question=message["id"])
 
     def _tokenized(self, message: Message, ids: list[int]) -> None:
-        self._frontend.send({"ev": "tokenized", "id": message["id"], "tokens": ids, "count": len(ids)})
+        self._say({"ev": "tokenized", "id": message["id"], "tokens": ids, "count": len(ids)})
 
     def _detokenize(self, message: Message) -> None:
         ids = check_ids(message["tokens"], self._vocab_size, "tokens")
         self._encoder.decode(ids, partial(self._detokenized, message), message["id"])
 
     def _detokenized(self, message: Message, text: str) -> None:
-        self._frontend.send({"ev": "detokenized", "id": message["id"], "text": text})
+        self._say({"ev": "detokenized", "id": message["id"], "text": text})
 
     def _cancel(self, message: Message) -> None:
         self._encoder.cancel(message["id"])
@@ -199,10 +218,11 @@ class TokenizerStage:
 
     def _left(self, row: int, generation: int) -> bool:
         """Whether the client is gone; then the row goes on without a prompt, for the scheduler to end it."""
-        if int(self._ledger.abort[row]) != generation:
+        ledger = self._ledger
+        if int(ledger.abort[row]) != generation or ledger.ready[row] == generation:
             return False
-        self._ledger.prompt_len[row] = 0
-        self._ledger.ready[row] = generation  # LAST
+        ledger.prompt_len[row] = 0
+        ledger.ready[row] = generation  # LAST
         self._ready.append((row, generation, 0))
         return True
 
@@ -232,7 +252,7 @@ class TokenizerStage:
             rows, generations, prompt_lens = zip(*group, strict=True)
             self._intake.push(intake_record(rows, generations))
             for row, generation, prompt_len in group:
-                self._frontend.send({"ev": "accepted", "row": row, "gen": generation, "prompt_tokens": prompt_len})
+                self._say({"ev": "accepted", "row": row, "gen": generation, "prompt_tokens": prompt_len})
             self._stats.add("accepted_total", len(group))
             self._stats.add("prompt_tokens_total", sum(prompt_lens))
             del self._ready[: len(group)]
@@ -240,10 +260,13 @@ class TokenizerStage:
     def _refuse(self, message: Message, refusal: BadRequest) -> None:
         why = {"status": refusal.status, "message": refusal.message, "param": refusal.param, "code": refusal.code}
         if "row" in message:
-            self._frontend.send({"ev": "rejected", "row": message["row"], "gen": message["gen"], **why})
+            self._say({"ev": "rejected", "row": message["row"], "gen": message["gen"], **why})
         else:
-            self._frontend.send({"ev": "failed", "id": message["id"], **why})
+            self._say({"ev": "failed", "id": message["id"], **why})
         self._stats.add("rejected_total")
+
+    def _say(self, message: Message) -> None:
+        self._frontend.send({**message, "epoch": self._epoch})
 
     def _record(self, begin_ns: int) -> None:
         end_ns = time.monotonic_ns()
@@ -285,6 +308,7 @@ def main() -> None:
             stage.stats_writer(),
             stage.trace(),
             wait_for,
+            stage.epoch,
         )
         poller = zmq.Poller()
         poller.register(receiver.socket, zmq.POLLIN)

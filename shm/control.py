@@ -32,10 +32,12 @@ _STATE, _FAILURE_BYTES = 8, 9
 _FAILURE_TEXT = 128  # bytes; FAILURE_BYTES_MAX long
 # Two lines for every stage, behind the header
 _STAGE_WORDS = 2 * _LINE_WORDS
-_EPOCH, _PID, _RESTARTS = 0, 1, 2  # writer: supervisor
-_WAITING, _HEARTBEAT_NS = _LINE_WORDS, _LINE_WORDS + 1  # writer: the stage
+_EPOCH, _PID, _RESTARTS, _SERVES = 0, 1, 2, 3  # writer: supervisor
+_WAITING, _HEARTBEAT_NS, _HEARS = _LINE_WORDS, _LINE_WORDS + 1, _LINE_WORDS + 2  # writer: the stage
 _BASE = HEADER_BYTES // 8
-_SCHEMA = schema_hash(f"{STAGES} {_STATE} {_FAILURE_BYTES} {_FAILURE_TEXT} {_STAGE_WORDS} {_WAITING} {_HEARTBEAT_NS}")
+_SCHEMA = schema_hash(
+    f"{STAGES} {_STATE} {_FAILURE_BYTES} {_FAILURE_TEXT} {_STAGE_WORDS} {_WAITING} {_HEARTBEAT_NS} {_HEARS}"
+)
 
 assert _FAILURE_TEXT + FAILURE_BYTES_MAX <= HEADER_BYTES
 
@@ -88,6 +90,14 @@ class Control:
     def restarts(self, stage: str) -> int:
         return self.words[_word(stage, _RESTARTS)]
 
+    def serves(self, stage: str) -> int:
+        """The epoch in which the stage was last ready; below `epoch` while it is down or starting."""
+        return self.words[_word(stage, _SERVES)]
+
+    def hears(self, stage: str) -> int:
+        """The epoch of the detokenizer whose items the stage takes; older ones it drops, unread."""
+        return self.words[_word(stage, _HEARS)]
+
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Writer: supervisor."""
         self.words[_word(stage, _EPOCH)] = epoch
@@ -99,6 +109,14 @@ class Control:
     def set_restarts(self, stage: str, restarts: int) -> None:
         """Writer: supervisor."""
         self.words[_word(stage, _RESTARTS)] = restarts
+
+    def set_serves(self, stage: str, epoch: int) -> None:
+        """Writer: supervisor."""
+        self.words[_word(stage, _SERVES)] = epoch
+
+    def set_hears(self, stage: str, epoch: int) -> None:
+        """Writer: the stage."""
+        self.words[_word(stage, _HEARS)] = epoch
 
     def waiting(self, stage: str) -> bool:
         return bool(self.words[_word(stage, _WAITING)])

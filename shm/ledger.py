@@ -42,6 +42,7 @@ PLANES = (
     Plane("abort", "frontend", "i8"),  # := generation: the client is gone
     Plane("delivered", "frontend", "i4"),  # output tokens whose text was handed to the client
     Plane("arrival_ns", "frontend", "i8"),  # CLOCK_MONOTONIC
+    Plane("freed", "frontend", "i8"),  # := generation: the row belongs to nobody until it has another one
     Plane("prompt_len", "tokenizer", "i4"),
     Plane("temperature", "tokenizer", "f4"),
     Plane("top_p", "tokenizer", "f4"),
@@ -77,6 +78,7 @@ class Ledger:
     abort: npt.NDArray[np.int64]
     delivered: npt.NDArray[np.int32]
     arrival_ns: npt.NDArray[np.int64]
+    freed: npt.NDArray[np.int64]
     prompt_len: npt.NDArray[np.int32]
     temperature: npt.NDArray[np.float32]
     top_p: npt.NDArray[np.float32]

@@ -89,6 +89,7 @@ TABLE: dict[str, Names] = {
             "starved_total",
             "graph_replays_total",
             "captures_total",
+            "dropped_steps_total",
             "launch_ns_total",
         ),
         gauges=("graphs", "weights_bytes", "kv_bytes"),
