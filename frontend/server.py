@@ -62,7 +62,7 @@ class Process:
         self._kicked = asyncio.Event()
         self._broken: BaseException | None = None
         ring = c.doorbells["scheduler"].ring
-        self.engine = Engine(c.config, c.control, c.ledger, meter, self._tokenizer, ring, c.trace())
+        self.engine = Engine(c.config, c.control, c.ledger, meter, self._tokenizer, ring, c.trace(), c.epoch)
         app = build_app(self.engine, Exposition(c.stats, c.control))
         self._server = _Server(server_config(app), c)
         self._listening = socket.socket(fileno=c.listen_fd)

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 from shm import child
 from shm.config import ServerConfig
 from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
-from shm.records import RESULT_DROPPED, ResultLayout, StepLayout
+from shm.faults import fault
+from shm.records import RESULT_DROPPED, ResultLayout, StepLayout, StepView
 from shm.ring import RingConsumer, RingProducer
 from shm.stats import StatsWriter
 from shm.tensor_map import ModelError
@@ -56,14 +57,18 @@ class Results:
         view.n_rows, view.window, view.step, view.fault = 0, 1, step, 0
         view.begin_ns = view.end_ns = time.monotonic_ns()
         self._results.publish(slot.buffer.nbytes, RESULT_DROPPED, source_seq=seq)
+        fault("gpu.drop_published")
         self._steps.release()
         self._stats.add("dropped_steps_total")
 
     def complete(self, slot: ResultSlot, seq: int, pushed_ns: int, decode_rows: int) -> None:
         """Publish the result in `slot` of step ring record `seq`, which was pushed at `pushed_ns`."""
         begin_ns = time.monotonic_ns()
+        fault("gpu.after_forward")
         self._results.publish(slot.buffer.nbytes, source_seq=seq)
+        fault("gpu.result_published")
         self._steps.release()  # last: the scheduler may fill it again from here on
+        fault("gpu.step_released")
         view = slot.view
         self._count(view.begin_ns, view.end_ns, pushed_ns, decode_rows)
         self._trace.span(What.STEP, view.step, view.begin_ns, view.end_ns)
@@ -156,8 +161,10 @@ class Executor:
             return
         complete = partial(self._end.complete, result, self._next, record.time_ns, decode_rows)
         mixed = step.view.n_chunks > 0
+        fault("gpu.step_seen", partial(_seeds, step.view))
         self._checks.descriptor(step.view)
         self._in_flight.append(self._program.enqueue(step, result, complete))
+        fault("gpu.step_launched")
         self._next += 1
         self._next_result += 1
         end_ns = time.monotonic_ns()
@@ -183,6 +190,10 @@ class Executor:
         while self._in_flight and self._in_flight[0].query():
             self._in_flight.popleft()
         return self._results.space() - len(self._in_flight)
+
+
+def _seeds(view: StepView) -> list[int]:
+    return list(view.seeds().tolist())
 
 
 def open_backend(stage: child.Child) -> Backend:

@@ -17,24 +17,25 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
 from procs.log_line import LogLine
-from procs.restarts import Deaths, Pulse, look_at
+from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, Pulse, look_at
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import StageProcess
 from shm.config import ServerConfig
 from shm.control import DRAINING, READY, STARTING
+from shm.faults import fault
 from shm.trace import What
 
 TELL_CLIENTS_SECONDS = 1.0  # after a death, for the frontend to send its error events and end
 LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
 SAME_BREATH_SECONDS = 0.1  # `timeout` and others signal a process and its group: one wish, two signals
 LOOK_AGAIN_SECONDS = 0.02  # between two looks at the open rows
-PULSE_SECONDS = 0.05  # between two looks at the heartbeats
 
 assert TELL_CLIENTS_SECONDS + LAST_WORDS_SECONDS < 2, "from a death to the end of the server"
 
@@ -93,10 +94,10 @@ class Supervisor:
         self._environ = os.environ if environ is None else environ
         self._children: list[StageProcess] = []
         self._deaths = {spec.stage: Deaths(spec) for spec in specs}
-        self._died_s: dict[str, float] = {}  # stages that are down, and since when
-        self._due_s: dict[str, float] = {}  # of those the ones that wait for their next start, and until when
+        self._obituaries = Obituaries(self._counter)
+        self._due_s: dict[str, float] = {}  # stages that wait for their next start, and until when
         self._pulses: dict[str, Pulse] = {}
-        self._pulse_s = 0.0
+        self._looked_s = 0.0  # at them
         self._signals = SignalPipe()
         self._stopping = False
         self.interrupted_by = 0
@@ -127,6 +128,7 @@ class Supervisor:
                 finally:
                     self._bury()
         finally:
+            self._note(self._obituaries.rest())
             self._memory.close()
         if failure is not None:
             self._report.failed(str(failure))
@@ -141,6 +143,7 @@ class Supervisor:
         begin_ns = time.monotonic_ns()
         control.set_epoch("supervisor", 1)
         control.set_pid("supervisor", os.getpid())
+        control.set_serves("supervisor", 1)
         for spec in self._specs:
             self._children.append(self._start(spec))
         self._until(lambda: self._stopping or all(child.is_ready for child in self._children), self._look_after)
@@ -161,7 +164,7 @@ class Supervisor:
         env = child_environment(spec, self._config, self._environ)
         child = StageProcess(spec, self._memory, env, self._listener.fileno())
         control.set_pid(spec.stage, child.pid)
-        self._pulses[spec.stage] = Pulse()
+        self._pulses[spec.stage] = Pulse(partial(look_at, child.pid))
         self._selector.register(child.ready_fd, selectors.EVENT_READ, lambda: self._hear(child))
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._died(child))
         return child
@@ -170,7 +173,8 @@ class Supervisor:
         """Handle what comes until `condition()`. `look` is called every turn; it returns the seconds to the next."""
         while not condition():
             for key, _ in self._selector.select(look()):
-                key.data()
+                if self._selector.get_map().get(key.fd) is key:  # not forgotten because of one before it
+                    key.data()
 
     def _take_signals(self) -> None:
         for caught in self._signals.take():
@@ -190,13 +194,12 @@ class Supervisor:
             if event == "progress":
                 self._report.progress(child.stage, text)
             if event == "ready":
-                self._is_back(child)
+                self._serves(child)
         if child.silent:
             self._selector.unregister(child.ready_fd)
 
     def _died(self, child: StageProcess) -> None:
         assert child.wait_exit(0)
-        self._selector.unregister(child.pidfd)
         self._forget(child)
         self._lost(child, child.how_it_ended())
 
@@ -208,23 +211,21 @@ class Supervisor:
 
     def _lost(self, child: StageProcess, reason: str) -> None:
         """A stage is dead, or has to be: bury it, and have it started again. Raises StageFailed where that is no use:
-        what it says itself before the server is ready, and deaths in a row.
+        for what it says itself before the server is ready, and for deaths that are too many.
         """
         self._stats.add("deaths_total")
         self._forget(child)
-        status = child.reap()
+        child.reap()
         stage, now_s = child.stage, time.monotonic()
-        control = self._memory.control
-        control.set_pid(stage, 0)
-        if child.error and control.state == STARTING:
+        self._memory.control.died(stage, reason)
+        fault("supervisor.stage_buried")
+        if child.error and self._memory.control.state == STARTING:
             raise StageFailed(stage, reason)
-        served_s = now_s - child.ready_s if child.is_ready else 0.0
-        delay_s = self._deaths[stage].died(reason, served_s)
+        deaths = self._deaths[stage]
+        delay_s = deaths.died(now_s, now_s - child.ready_s if child.is_ready else 0.0)
         if delay_s is None:
-            deaths = self._deaths[stage].in_a_row
-            raise StageFailed(stage, reason if deaths == 1 else f"{reason} (its death number {deaths} in a row)")
-        self._report.note(f"{stage} died ({reason}, status {status}), it is started again; requests wait for it")
-        self._died_s.setdefault(stage, now_s)
+            raise StageFailed(stage, f"{reason}; it has died too often, {deaths.in_a_row} times in a row")
+        self._note(self._obituaries.died(stage, reason, now_s))
         self._due_s[stage] = now_s + delay_s
 
     def _restart(self, stage: str) -> None:
@@ -234,41 +235,50 @@ class Supervisor:
         control = self._memory.control
         control.set_restarts(stage, control.restarts(stage) + 1)
         self._children[place] = self._start(self._children[place].spec)
+        fault("supervisor.stage_started")
         self._memory.kick_all()  # whoever heard the one that died looks at the epoch, and hears it no more
 
-    def _is_back(self, child: StageProcess) -> None:
-        """It serves, perhaps again: then whoever has to know of it looks at its epoch."""
+    def _serves(self, child: StageProcess) -> None:
+        """It is ready, perhaps again: then whoever has to know of it looks at its epoch."""
         control = self._memory.control
         epoch = control.epoch(child.stage)
         control.set_serves(child.stage, epoch)
-        if child.stage in self._died_s:
-            seconds = time.monotonic() - self._died_s.pop(child.stage)
-            self._report.note(f"{child.stage} is back after {seconds:.2f} s (epoch {epoch})")
+        self._obituaries.is_back(child.stage, epoch, time.monotonic())
+        if epoch > 1:
             self._memory.kick_all()
 
-    def _look_after(self) -> float | None:
+    def _look_after(self) -> float:
         """Start what is due, find who hangs. Return the seconds until the next look. May raise StageFailed."""
         now_s = time.monotonic()
         for stage in [stage for stage, due_s in self._due_s.items() if due_s <= now_s]:
             self._restart(stage)
-        for child in list(self._children):
+        for child in self._children:
             if not child.is_ready and not child.exited and now_s - child.started_s > child.spec.ready_seconds:
                 busy = f"; the last it said was: {child.last_words}" if child.last_words else ""
                 raise StageFailed(child.stage, f"not ready after {child.spec.ready_seconds:g} s{busy}")
-        if now_s - self._pulse_s >= PULSE_SECONDS:
-            self._pulse_s = now_s
+        if now_s - self._looked_s >= LOOK_SECONDS:
+            self._looked_s = now_s
             self._feel_pulses(now_s)
-        return PULSE_SECONDS
+            self._note(self._obituaries.due(now_s))
+        return max(0.0, min(self._looked_s + LOOK_SECONDS, *self._due_s.values(), now_s + LOOK_SECONDS) - now_s)
 
     def _feel_pulses(self, now_s: float) -> None:
         control = self._memory.control
         for child in list(self._children):
-            if child.is_ready and not child.exited:
-                beat_ns = control.heartbeat_ns(child.stage)
-                reason = self._pulses[child.stage].hangs(beat_ns, now_s, look_at(child.pid))
-                if reason:
-                    self._stats.add("hangs_total")
-                    self._lost(child, reason)
+            if child.exited:
+                continue
+            beat_ns = control.heartbeat_ns(child.stage) if child.is_ready else 0  # it may be its predecessor's
+            reason = self._pulses[child.stage].hangs(now_s, beat_ns)
+            if reason is not None:
+                self._stats.add("hangs_total")
+                self._lost(child, reason)
+
+    def _note(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._report.note(line)
+
+    def _counter(self, stage: str, name: str) -> int:
+        return int(self._memory.stats.read_stage(stage)[name])  # type: ignore[arg-type]
 
     def _log(self) -> float | None:
         """Say what the server does, once per interval; return the seconds to the next time."""

@@ -39,6 +39,7 @@ from procs.tokenizer_files import load_chat_template, load_special_tokens, load_
 from shm import child
 from shm.channel import Receiver, Sender
 from shm.config import ServerConfig
+from shm.faults import fault
 from shm.ledger import Ledger
 from shm.limits import INTAKE_ROWS_MAX, MAX_STOP_TOKEN_IDS, WAIT_MS_MAX
 from shm.records import intake_record
@@ -80,10 +81,7 @@ class TokenizerStage:
         stats: StatsWriter,
         trace: TraceWriter,
         wait_for: Callable[[Callable[[], bool]], bool],
-        epoch: int = 1,
     ) -> None:
-        """epoch: of this process, which the frontend knows its messages by."""
-        self._epoch = epoch
         self._config = config
         self._ledger = ledger
         self._intake = intake
@@ -140,7 +138,8 @@ class TokenizerStage:
 
     def _generate(self, message: Message) -> Work | None:
         row, generation, kind, params = message["row"], message["gen"], message["kind"], message["params"]
-        if self._left(row, generation) or self._is_known(row, generation):
+        fault("tokenizer.row_taken", lambda: (params.get("seed"),))
+        if self._is_known(row, generation) or self._left(row, generation):
             return None
         param = "messages" if kind == "chat" else "prompt"
         request = Request(
@@ -161,7 +160,9 @@ class TokenizerStage:
         return Work(text, kind == "text", then)
 
     def _is_known(self, row: int, generation: int) -> bool:
-        """Whether a row that is sent once more is over, or is in the ledger already; then it is handed on as it is."""
+        """Whether a row that is sent once more is over, or is in the ledger already; then it is handed on as it is: a
+        row that is ready may be running, and is never written again.
+        """
         ledger = self._ledger
         if ledger.generation[row] != generation or ledger.freed[row] == generation:
             return True
@@ -172,8 +173,10 @@ class TokenizerStage:
 
     def _leave(self, message: Message) -> None:
         """A row whose frontend has died: nobody will send its prompt again."""
-        if not self._is_known(message["row"], message["gen"]):
-            self._left(message["row"], message["gen"])
+        row, generation = message["row"], message["gen"]
+        if not self._is_known(row, generation):
+            left = self._left(row, generation)
+            assert left, "whoever says so has set the row's abort flag before"
 
     def _tokenize(self, message: Message) -> Work | None:
         chat = message.get("messages") is not None
@@ -183,14 +186,14 @@ class TokenizerStage:
         return Work(text, add, partial(self._tokenized, message), question=message["id"])
 
     def _tokenized(self, message: Message, ids: list[int]) -> None:
-        self._say({"ev": "tokenized", "id": message["id"], "tokens": ids, "count": len(ids)})
+        self._frontend.send({"ev": "tokenized", "id": message["id"], "tokens": ids, "count": len(ids)})
 
     def _detokenize(self, message: Message) -> None:
         ids = check_ids(message["tokens"], self._vocab_size, "tokens")
         self._encoder.decode(ids, partial(self._detokenized, message), message["id"])
 
     def _detokenized(self, message: Message, text: str) -> None:
-        self._say({"ev": "detokenized", "id": message["id"], "text": text})
+        self._frontend.send({"ev": "detokenized", "id": message["id"], "text": text})
 
     def _cancel(self, message: Message) -> None:
         self._encoder.cancel(message["id"])
@@ -204,7 +207,7 @@ class TokenizerStage:
         return self._template.render(messages, add_generation_prompt)
 
     def _finish(self, message: Message, request: Request, ids: list[int]) -> None:
-        if self._left(request.row, request.generation):
+        if self._is_known(request.row, request.generation) or self._left(request.row, request.generation):
             return
         max_len = self._config.max_len
         try:
@@ -219,7 +222,7 @@ class TokenizerStage:
     def _left(self, row: int, generation: int) -> bool:
         """Whether the client is gone; then the row goes on without a prompt, for the scheduler to end it."""
         ledger = self._ledger
-        if int(ledger.abort[row]) != generation or ledger.ready[row] == generation:
+        if int(ledger.abort[row]) != generation:
             return False
         ledger.prompt_len[row] = 0
         ledger.ready[row] = generation  # LAST
@@ -240,7 +243,9 @@ class TokenizerStage:
         ledger.ignore_eos[row] = sampling.ignore_eos
         ledger.stop_ids[row] = [*stop_ids, *[-1] * (MAX_STOP_TOKEN_IDS - len(stop_ids))]
         ledger.write_stop_strings(row, list(request.stops.strings))
+        fault("tokenizer.planes_written")
         ledger.ready[row] = request.generation  # LAST
+        fault("tokenizer.row_ready")
         self._ready.append((row, request.generation, len(ids)))
 
     def _push(self) -> None:
@@ -251,8 +256,10 @@ class TokenizerStage:
                 return
             rows, generations, prompt_lens = zip(*group, strict=True)
             self._intake.push(intake_record(rows, generations))
+            fault("tokenizer.intake_told")
             for row, generation, prompt_len in group:
-                self._say({"ev": "accepted", "row": row, "gen": generation, "prompt_tokens": prompt_len})
+                self._frontend.send({"ev": "accepted", "row": row, "gen": generation, "prompt_tokens": prompt_len})
+            fault("tokenizer.accepted_told")
             self._stats.add("accepted_total", len(group))
             self._stats.add("prompt_tokens_total", sum(prompt_lens))
             del self._ready[: len(group)]
@@ -260,13 +267,10 @@ class TokenizerStage:
     def _refuse(self, message: Message, refusal: BadRequest) -> None:
         why = {"status": refusal.status, "message": refusal.message, "param": refusal.param, "code": refusal.code}
         if "row" in message:
-            self._say({"ev": "rejected", "row": message["row"], "gen": message["gen"], **why})
+            self._frontend.send({"ev": "rejected", "row": message["row"], "gen": message["gen"], **why})
         else:
-            self._say({"ev": "failed", "id": message["id"], **why})
+            self._frontend.send({"ev": "failed", "id": message["id"], **why})
         self._stats.add("rejected_total")
-
-    def _say(self, message: Message) -> None:
-        self._frontend.send({**message, "epoch": self._epoch})
 
     def _record(self, begin_ns: int) -> None:
         end_ns = time.monotonic_ns()
@@ -298,17 +302,18 @@ def main() -> None:
             return False
 
         receiver = Receiver.bind(stage.channels["tokenizer"])
+        frontend = Sender(zmq.Context.instance(), stage.channels["frontend"])
+        frontend.mark = {"epoch": stage.epoch}  # the frontend hears the living only
         handler = TokenizerStage(
             stage.config,
             stage.ledger,
             stage.ring_producer("intake"),
-            Sender(zmq.Context.instance(), stage.channels["frontend"]),
+            frontend,
             PromptEncoder(tokenizer, bell.kick),
             template,
             stage.stats_writer(),
             stage.trace(),
             wait_for,
-            stage.epoch,
         )
         poller = zmq.Poller()
         poller.register(receiver.socket, zmq.POLLIN)

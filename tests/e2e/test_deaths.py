@@ -2,73 +2,30 @@
 
 from __future__ import annotations
 
-import json
-import os
 import signal
-import threading
+import socket
 import time
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
-from typing import Any
 
 import httpx
 import pytest
 
-from tests.e2e.live_server import LiveServer, live_server, process_titles
+from tests.e2e.live_server import LiveServer, live_server, spawn, wait_ready
+from tests.e2e.stories import (
+    STAGES,
+    Later,
+    Story,
+    all_at_once,
+    health,
+    kill,
+    pid_of,
+    wait_for,
+    wait_whole,
+)
 
 pytestmark = pytest.mark.model
-STREAMS = 8
-STAGES = ("tokenizer", "scheduler", "gpu", "detokenizer")
-
-
-@dataclass
-class Story:
-    """What one client has seen, event by event."""
-
-    pieces: list[str] = field(default_factory=list)
-    ids: list[int] = field(default_factory=list)
-    end: str = ""  # the finish reason, or what went wrong
-
-
-def body(i: int) -> dict[str, Any]:
-    """Greedy and seeded; streamed and whole; one with a stop string and one with a long prompt among them."""
-    request: dict[str, Any] = {
-        "model": "smollm2-135m-instruct",
-        "prompt": f"Story number {i}: once upon a time there was " + ("a very " * (40 if i == 3 else 1)) + "old",
-        "max_tokens": 48,
-        "temperature": 0 if i % 2 == 0 else 0.9,
-        "seed": 70 + i,
-        "ignore_eos": True,
-        "stream": i % 4 != 1,
-        "return_token_ids": True,
-    }
-    return request | ({"stop": [" the"]} if i == 5 else {})
-
-
-def tell(server: LiveServer, i: int) -> Story:
-    """Ask, and write down what comes."""
-    story, request = Story(), body(i)
-    try:
-        if not request["stream"]:
-            answer = httpx.post(server.url + "/v1/completions", json=request, timeout=90)
-            choice = answer.json()["choices"][0]
-            return Story([choice["text"]], choice["token_ids"], choice["finish_reason"])
-        with httpx.stream("POST", server.url + "/v1/completions", json=request, timeout=90) as answer:
-            for line in answer.iter_lines():
-                if not line.startswith("data: ") or line == "data: [DONE]":
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    story.end = str(event["error"])
-                    continue
-                choice = event["choices"][0]
-                story.pieces.append(choice["text"])
-                story.ids += choice.get("token_ids") or []
-                story.end = choice["finish_reason"] or story.end
-    except (httpx.HTTPError, KeyError) as error:
-        story.end = repr(error)
-    return story
+MODEL = "smollm2-135m-instruct"
+STABLE_SECONDS = 1.1  # a stage that has served for so long begins a new row of deaths
 
 
 @pytest.fixture(scope="module")
@@ -79,30 +36,154 @@ def server() -> Iterator[LiveServer]:
 
 @pytest.fixture(scope="module")
 def wanted(server: LiveServer) -> list[Story]:
-    return all_at_once(server)
+    return all_at_once(server, MODEL).end()
 
 
-def all_at_once(server: LiveServer) -> list[Story]:
-    with ThreadPoolExecutor(STREAMS) as pool:
-        return list(pool.map(lambda i: tell(server, i), range(STREAMS)))
-
-
-def joined(stories: list[Story]) -> list[tuple[str, list[int], str]]:
-    return [("".join(story.pieces), story.ids, story.end) for story in stories]
-
-
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGSTOP], ids=["kill", "stop"])
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGSTOP], ids=lambda how: how.name
+)
 @pytest.mark.parametrize("stage", STAGES)
 def test_a_death_is_a_pause(server: LiveServer, wanted: list[Story], stage: str, how: signal.Signals) -> None:
-    before = process_titles(server.process.pid)[stage]
-    killer = threading.Timer(0.6, lambda: os.kill(before, how))
-    killer.start()
-    found = all_at_once(server)
-    killer.join()
-    assert joined(found) == joined(wanted)
-    end = time.monotonic() + 20
-    while process_titles(server.process.pid).get(stage) in (before, None):
-        assert time.monotonic() < end, server.text()
-        time.sleep(0.05)
+    before = health(server)[stage]
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    kill(server, stage, how)
+    assert telling.end() == wanted
+    after = wait_whole(server)[stage]
+    assert (after["restarts"], after["epoch"]) == (before["restarts"] + 1, before["epoch"] + 1)
+    assert ("stopped" if how == signal.SIGSTOP else how.name) in after["last_reason"]
     server.wait_idle()
-    assert joined(all_at_once(server)) == joined(wanted), "and afterwards all is as before"
+    assert all_at_once(server, MODEL).end() == wanted, "and afterwards all is as before"
+
+
+@pytest.mark.parametrize("pair", [("gpu", "scheduler"), ("scheduler", "detokenizer"), ("tokenizer", "gpu")])
+@pytest.mark.parametrize("apart_s", [0.0, 0.4])
+def test_two_stages_at_once_or_during_a_recovery(
+    server: LiveServer, wanted: list[Story], pair: tuple[str, str], apart_s: float
+) -> None:
+    time.sleep(STABLE_SECONDS)
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    for stage in pair:
+        kill(server, stage)
+        time.sleep(apart_s)
+    assert telling.end() == wanted
+    wait_whole(server)
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_death_during_its_own_start(server: LiveServer, wanted: list[Story], stage: str) -> None:
+    time.sleep(STABLE_SECONDS)
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    before = kill(server, stage)
+    wait_for(lambda: pid_of(server, stage) != before, "new process")
+    kill(server, stage)
+    assert telling.end() == wanted
+    wait_whole(server)
+    server.wait_idle()
+
+
+def test_health_tells_within_a_second(server: LiveServer) -> None:
+    time.sleep(STABLE_SECONDS)
+    before = wait_whole(server)["gpu"]
+    began = time.monotonic()
+    kill(server, "gpu")
+    wait_for(lambda: health(server)["gpu"]["state"] != "serving", "death in /health", 1.0)
+    assert httpx.get(server.url + "/ready").json()["status"] == "recovering"
+    metrics = httpx.get(server.url + "/metrics").text
+    assert 'stepahead_stage_up{stage="gpu"} 0.0' in metrics
+    assert time.monotonic() - began < 1.0
+    told = health(server)["gpu"]
+    assert told["epoch"] in (before["epoch"], before["epoch"] + 1) and "SIGKILL" in told["last_reason"]
+    after = wait_whole(server)["gpu"]
+    assert after["restarts"] == before["restarts"] + 1 and after["epoch"] == before["epoch"] + 1
+    assert httpx.get(server.url + "/ready").json()["status"] == "ready"
+    metrics = httpx.get(server.url + "/metrics").text
+    assert f'stepahead_stage_restarts_total{{stage="gpu"}} {after["restarts"]}.0' in metrics
+    assert 'stepahead_stage_last_death{reason="killed by SIGKILL' in metrics
+
+
+def test_the_log_has_a_line_for_each_death(server: LiveServer) -> None:
+    wait_for(lambda: server.text().count(" died (") >= sum(s["restarts"] for s in health(server).values()), "lines")
+    lines = [line for line in server.text().splitlines() if " died (" in line]
+    assert any(line.startswith("stepahead: gpu died (killed by SIGSEGV), back after ") for line in lines), lines
+    assert any("requests were prefilled again" in line for line in lines)
+
+
+def test_a_frontend_that_dies_takes_its_clients_and_nobody_else(server: LiveServer, wanted: list[Story]) -> None:
+    wait_whole(server)
+    telling = all_at_once(server, MODEL, max_tokens=400)
+    telling.wait_tokens(3)
+    began = time.monotonic()
+    kill(server, "frontend")
+    port = int(server.url.rsplit(":", 1)[1])
+    for _ in range(20):  # nobody is refused
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        time.sleep(0.01)
+    metrics = server.metrics()
+    while metrics["stepahead_running_requests"] or metrics["stepahead_open_rows"]:
+        assert time.monotonic() - began < 10, metrics
+        time.sleep(0.02)
+        metrics = server.metrics()
+    print(f"aborted and freed {time.monotonic() - began:.2f} s after the death")
+    assert all(story.end.startswith("broken") for story in telling.end())
+    assert metrics["stepahead_frontend_adopted_total"] >= 8
+    assert all_at_once(server, MODEL).end() == wanted
+    wait_whole(server)
+
+
+def test_deaths_while_draining() -> None:
+    server = wait_ready(spawn("--max-len", "512"))
+    wanted = all_at_once(server, MODEL).end()
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    server.process.send_signal(signal.SIGTERM)
+    for stage in ("scheduler", "gpu"):
+        kill(server, stage)
+    assert telling.end() == wanted
+    assert server.process.wait(20) == 0, server.text()
+
+
+def test_deaths_during_the_start() -> None:
+    server = spawn("--max-len", "512")
+    for stage in STAGES:
+        kill(server, stage)
+    wait_ready(server)
+    assert all(story.end in ("length", "stop") for story in all_at_once(server, MODEL).end())
+    assert server.stop() == 0, server.text()
+
+
+def test_past_the_budget_every_client_is_told() -> None:
+    server = wait_ready(spawn("--max-len", "512"))
+    telling = all_at_once(server, MODEL, max_tokens=400)
+    telling.wait_tokens(3)
+    killed = 0
+    while server.process.poll() is None and killed < 30:
+        killed = kill(server, "tokenizer") and killed + 1
+        Later(0, lambda: None).join()
+        time.sleep(0.1)
+    assert server.process.wait(10) == 1, server.text()
+    assert "tokenizer" in server.text().splitlines()[-1] and "times in a row" in server.text().splitlines()[-1]
+    for story in telling.end():
+        assert story.end.startswith(("event: ", "500: ")) and "tokenizer" in story.end, story
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[LiveServer]:
+    with live_server("--max-len", "512", "--speculate", "mtp", "--draft-when", "always") as made:
+        yield made
+
+
+@pytest.mark.parametrize("stage", ["gpu", "scheduler"])
+def test_drafts_are_as_good_after_a_death(drafting: LiveServer, wanted: list[Story], stage: str) -> None:
+    assert all_at_once(drafting, MODEL).end() == wanted
+    telling = all_at_once(drafting, MODEL)
+    telling.wait_tokens(3)
+    kill(drafting, stage)
+    assert telling.end() == wanted
+    wait_whole(drafting)
+    drafted = drafting.metrics()["stepahead_drafted_tokens_total"]
+    assert all_at_once(drafting, MODEL).end() == wanted
+    assert drafting.metrics()["stepahead_drafted_tokens_total"] > drafted

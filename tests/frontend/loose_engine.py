@@ -47,6 +47,10 @@ class LooseEngine(Engine):
         self.receive([{"ev": "accepted", "row": row, "gen": gen, "prompt_tokens": prompt_tokens}])
         return row, gen
 
+    def receive(self, messages: list[dict[str, Any]]) -> None:
+        """As from the processes that live, unless they say otherwise."""
+        super().receive([{"epoch": 0, "to": 0, **message} for message in messages])
+
     def text(self, *items: tuple[Any, ...]) -> None:
         self.receive([{"ev": "text", "items": [list(item) for item in items]}])
 
