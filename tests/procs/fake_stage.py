@@ -53,6 +53,8 @@ def misbehave(c: Child, how: str) -> None:
     if how == "crash in a thread":
         threading.Thread(target=lambda: 1 // 0).start()
         time.sleep(60)
+    if how == "sleep":
+        time.sleep(60)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "user's fault":
@@ -65,6 +67,8 @@ def main() -> None:
     if how == "dead before boot":
         sys.exit(7)
     with child.start() as c:
+        if how.startswith("once: "):
+            how = how.removeprefix("once: ") if c.epoch == 1 else "serve"
         if how.startswith("frontend"):
             _, rows, drain_s = how.split()
             frontend(c, int(rows), float(drain_s))

@@ -58,6 +58,7 @@ class Rig:
         self.error: BaseException | None = None
         self.beats = 0
         self.thread: threading.Thread | None = None
+        self.epoch = 0
         self.start()
 
     def start(self) -> None:
@@ -74,6 +75,7 @@ class Rig:
             (self.rings["step"].attach_consumer(), self.rings["result"].attach_producer()),
             self.stats.writer("gpu"),
             (self.trace.writer("gpu", 0), self.trace.writer("gpu", 1)),
+            self.epoch,
         )
 
     def serve(self) -> None:
