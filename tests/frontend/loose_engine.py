@@ -21,13 +21,16 @@ class Sent(list[dict[str, Any]]):
 
 
 class LooseEngine(Engine):
-    def __init__(self, **changes: Any) -> None:
+    def __init__(self, before: LooseEngine | None = None, **changes: Any) -> None:
+        """before: the engine that died, whose shared memory this one finds."""
         config = server_config(**changes)
-        self.state = Control(Segment.create("control", Control.size()))
+        self.state = before.state if before else Control(Segment.create("control", Control.size()))
         self.state.state = READY
-        self.stats = Stats(Segment.create("stats", Stats.size()))
-        self.ledger = Ledger(
-            Segment.create("ledger", Ledger.size(config.rows, config.max_len)), config.rows, config.max_len
+        self.stats = before.stats if before else Stats(Segment.create("stats", Stats.size()))
+        self.ledger = (
+            before.ledger
+            if before
+            else Ledger(Segment.create("ledger", Ledger.size(config.rows, config.max_len)), config.rows, config.max_len)
         )
         self.sent = Sent()
         self.rings = 0

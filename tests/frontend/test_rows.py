@@ -98,6 +98,25 @@ def test_a_late_message_of_an_earlier_generation_is_dropped() -> None:
     assert second.text == [] and not second.released
 
 
+def test_a_new_frontend_ends_and_frees_the_rows_of_the_dead_one() -> None:
+    dead = LooseEngine(max_running=2, max_queued=2)
+    for _ in range(3):
+        dead.open(work())
+    (ready, gen), waiting = dead.accept(0), dead.sent[1]["row"]
+    dead.text((ready, gen, 0, 2, "AB", None, False))
+    over = dead.accept(2)[0]
+    dead.text((over, 1, 0, 1, "x", "stop", True))
+    engine = LooseEngine(before=dead, max_running=2, max_queued=2)
+    assert engine.figures()["open_rows"] == engine.figures()["adopted_total"] == 2 and engine.rings == 1
+    assert engine.ledger.abort[[ready, waiting]].tolist() == [gen, 1] and engine.ledger.abort[over] == 0
+    assert engine.sent == [{"op": "leave", "row": row, "gen": 1} for row in sorted((ready, waiting))]
+    fresh = {engine.open(work()).rows[0].number for _ in range(2)}
+    assert fresh.isdisjoint({ready, waiting})
+    engine.text((ready, gen, 2, 3, "C", "abort", True))
+    engine.text((waiting, 1, 0, 0, "", "abort", True))
+    assert {engine.open(work()).rows[0].number for _ in range(2)} == {ready, waiting}
+
+
 class Rows(RuleBasedStateMachine):
     """Random life of a table of four rows against a plain model of it."""
 
