@@ -60,7 +60,7 @@ class Server:
             with contextlib.suppress(psutil.NoSuchProcess):
                 self.pids[name_of(child)] = child.pid
 
-    def end(self, seconds: float = 15) -> tuple[int, list[str]]:
+    def end(self, seconds: float = 40) -> tuple[int, list[str]]:
         out, self.errors = self.process.communicate(timeout=seconds)
         self.lines += out.splitlines()
         self.check_nothing_left()
@@ -129,15 +129,14 @@ def test_a_stage_that_dies_is_started_again_alone(start: type[Server], fake: str
     server = start({"stage": "gpu", "fake": f"once: {fake}"}, {"stage": "frontend", "fake": "frontend 0 0"})
     server.wait_line("ready")
     before = dict(server.pids)
-    line = server.wait_line("note gpu died")
-    assert line.startswith(f"note gpu died ({reason}), back after "), line
+    line = server.wait_line(f"note gpu died ({reason}), back after ")
     assert line.endswith(" in epoch 2; 0 requests were prefilled again")
     assert server.pids["stepahead: frontend"] == before["stepahead: frontend"]
-    assert server.pids["stepahead: gpu"] != before.get("stepahead: gpu")
+    assert fake.startswith("at start") or server.pids["stepahead: gpu"] != before.get("stepahead: gpu")
     server.process.send_signal(signal.SIGTERM)
     status, lines = server.end()
     assert status == 0
-    assert len([line for line in lines if "died" in line]) == 1
+    assert len([line for line in lines if "died" in line and "not back" not in line]) == 1
     assert ("Traceback" in server.errors) == ("crash" in fake)
 
 
@@ -152,7 +151,7 @@ def test_deaths_in_a_row_end_the_server(start: type[Server], fake: str, reason: 
     assert failed == f"failed gpu: {reason}; it has died too often, 2 times in a row"
     if fake.startswith("when ready"):
         assert "failed " + server.log.read_text() == failed  # the clients were told
-    (first,) = [line for line in lines if "died" in line and line.startswith("note")]
+    (first,) = [line for line in lines if "died" in line and line.startswith("note") and "not back" not in line]
     assert reason in first
 
 
@@ -168,7 +167,7 @@ def test_a_stopped_stage_is_killed_and_started_again(start: type[Server]) -> Non
     server.wait_line("ready")
     stopped = server.pids["stepahead: gpu"]
     os.kill(stopped, signal.SIGSTOP)
-    assert server.wait_line("note gpu died").startswith("note gpu died (stopped by a signal), back after ")
+    server.wait_line("note gpu died (stopped by a signal), back after ")
     assert not runs(stopped)
     server.process.send_signal(signal.SIGTERM)
     assert server.end()[0] == 0
@@ -188,7 +187,9 @@ def test_a_stage_that_is_stopped_while_it_starts_does_not_hold_up_the_server(sta
 def test_a_dead_frontend_is_started_again_too(start: type[Server]) -> None:
     server = start(GPU, {"stage": "frontend", "fake": "once: when ready: killed"})
     server.wait_line("ready")
-    assert "their clients being gone" in server.wait_line("note frontend died")
+    assert "their clients being gone" in server.wait_line("note frontend died (killed by SIGKILL (is memory short?)), ")
+        "note frontend died (killed by SIGKILL (is memory short?)), b"
+    )
     server.process.send_signal(signal.SIGTERM)
     assert server.end()[0] == 0
 
