@@ -123,9 +123,10 @@ class Faults:
 
     def point(self, name: str, values: Values | None = None) -> None:
         assert name in NAMES, name
-        for plan in self._plans.get(name, ()):
-            if plan.meets(self.epoch, values):
-                plan.happen(name)
+        """A process passes here."""
+        met = [plan for plan in self._plans.get(name, ()) if plan.meets(self.epoch, values)]
+        for plan in met:
+            plan.happen(name)
 
 
 def _off(_name: str, _values: Values | None = None) -> None:

@@ -1,4 +1,4 @@
-"""Every fault point of every stage, one after the other, under requests: no token differs, whatever was stored by then."""
+"""Every fault point of every stage, one after the other, under requests: no token differs, whatever was stored."""
 
 from __future__ import annotations
 
