@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
-import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -120,6 +120,20 @@ def kill(server: LiveServer, stage: str, how: signal.Signals = signal.SIGKILL) -
     return pid
 
 
+def exhaust(server: LiveServer, stage: str, seconds: float = 40.0) -> float:
+    """Kill a stage, and whoever takes its place, until the server gives up; the moment of the last kill."""
+    end, last_s, before = time.monotonic() + seconds, 0.0, 0
+    while server.process.poll() is None:
+        assert time.monotonic() < end, server.text()
+        pid = process_titles(server.process.pid).get(stage, before)
+        if pid != before:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+            last_s, before = time.monotonic(), pid
+        time.sleep(0.02)
+    return last_s
+
+
 def health(server: LiveServer) -> dict[str, Any]:
     """What /health says of every stage."""
     answer = httpx.get(server.url + "/health", timeout=10)
@@ -130,14 +144,3 @@ def wait_whole(server: LiveServer, seconds: float = 30.0) -> dict[str, Any]:
     """Returns what /health says once every stage serves."""
     wait_for(lambda: all(stage["state"] == "serving" for stage in health(server).values()), "whole server", seconds)
     return health(server)
-
-
-class Later:
-    """Does something a while from now, in a thread."""
-
-    def __init__(self, seconds: float, call: Callable[[], Any]) -> None:
-        self._timer = threading.Timer(seconds, call)
-        self._timer.start()
-
-    def join(self) -> None:
-        self._timer.join()

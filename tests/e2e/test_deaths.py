@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import socket
 import time
@@ -13,9 +14,9 @@ import pytest
 from tests.e2e.live_server import LiveServer, live_server, spawn, wait_ready
 from tests.e2e.stories import (
     STAGES,
-    Later,
     Story,
     all_at_once,
+    exhaust,
     health,
     kill,
     pid_of,
@@ -106,10 +107,17 @@ def test_health_tells_within_a_second(server: LiveServer) -> None:
 
 
 def test_the_log_has_a_line_for_each_death(server: LiveServer) -> None:
-    wait_for(lambda: server.text().count(" died (") >= sum(s["restarts"] for s in health(server).values()), "lines")
-    lines = [line for line in server.text().splitlines() if " died (" in line]
-    assert any(line.startswith("stepahead: gpu died (killed by SIGSEGV), back after ") for line in lines), lines
-    assert any("requests were prefilled again" in line for line in lines)
+    time.sleep(STABLE_SECONDS)
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    before = sum(stage["restarts"] for stage in wait_whole(server).values())
+    kill(server, "gpu", signal.SIGSEGV)
+    telling.end()
+    wait_for(lambda: server.text().count("gpu died (killed by SIGSEGV), back after ") > 0, "line")
+    lines = [line for line in server.text().splitlines() if " died (" in line and "not back" not in line]
+    assert len(lines) == before + 1
+    told = r"stepahead: gpu died \(killed by SIGSEGV\), back after \d+\.\d\d s in epoch \d+; [1-8] requests were pre"
+    assert re.fullmatch(told + "filled again", lines[-1]), lines[-1]
 
 
 def test_a_frontend_that_dies_takes_its_clients_and_nobody_else(server: LiveServer, wanted: list[Story]) -> None:
@@ -159,11 +167,7 @@ def test_past_the_budget_every_client_is_told() -> None:
     server = wait_ready(spawn("--max-len", "512"))
     telling = all_at_once(server, MODEL, max_tokens=400)
     telling.wait_tokens(3)
-    killed = 0
-    while server.process.poll() is None and killed < 30:
-        killed = kill(server, "tokenizer") and killed + 1
-        Later(0, lambda: None).join()
-        time.sleep(0.1)
+    exhaust(server, "tokenizer")
     assert server.process.wait(10) == 1, server.text()
     assert "tokenizer" in server.text().splitlines()[-1] and "times in a row" in server.text().splitlines()[-1]
     for story in telling.end():

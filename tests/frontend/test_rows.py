@@ -10,8 +10,10 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from frontend.errors import ApiError
+from frontend.metrics import Exposition
 from frontend.rows import Exchange
 from frontend.schema import Work
+from shm.control import STAGES
 from tests.frontend.loose_engine import LooseEngine
 
 
@@ -115,6 +117,22 @@ def test_a_new_frontend_ends_and_frees_the_rows_of_the_dead_one() -> None:
     engine.text((ready, gen, 2, 3, "C", "abort", True))
     engine.text((waiting, 1, 0, 0, "", "abort", True))
     assert {engine.open(work()).rows[0].number for _ in range(2)} == {ready, waiting}
+
+
+def test_every_process_is_named_with_what_it_does() -> None:
+    engine = LooseEngine()
+    for stage in STAGES:
+        engine.state.set_epoch(stage, 1)
+        engine.state.set_pid(stage, 9)
+        engine.state.set_serves(stage, 1)
+    assert engine.whole
+    engine.state.died("gpu", "killed by SIGKILL")
+    assert not engine.whole and engine.refusal is None, "requests are taken, and wait"
+    assert engine.stages["gpu"] == {"state": "down", "epoch": 1, "restarts": 0, "last_reason": "killed by SIGKILL"}
+    assert engine.stages["scheduler"] == {"state": "serving", "epoch": 1, "restarts": 0, "last_reason": None}
+    lines = Exposition(engine.stats, engine.state).text().decode().splitlines()
+    assert 'stepahead_stage_up{stage="gpu"} 0.0' in lines and 'stepahead_stage_up{stage="frontend"} 1.0' in lines
+    assert 'stepahead_stage_last_death{reason="killed by SIGKILL",stage="gpu"} 1.0' in lines
 
 
 class Rows(RuleBasedStateMachine):
