@@ -12,7 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from procs import detokenizer as module
-from procs.detokenizer import agree_on_text
+from procs.detokenizer import agree_on_text, open_row
 from shm.ledger import FINISH_LENGTH, FINISH_NAMES, FINISH_NONE, FINISH_STOP
 from tests.model_factory import TinyLlama
 from tests.procs.test_detokenizer import Stage, ids
@@ -225,6 +225,38 @@ def run_with_crashes(stage: Stage, chance: random.Random, crashes: int) -> None:
     assert got == {0: "so it ", 1: "abc€def", 2: "nothing"}
     assert ends == {0: "stop", 1: FINISH_NAMES[FINISH_LENGTH], 2: FINISH_NAMES[FINISH_LENGTH]}
     assert released == set(texts)
+
+
+def forgets_what_is_delivered(*args: Any) -> Any:
+    """A planted fault: whoever takes over says everything from the beginning."""
+    ledger, row = args[0], args[3]
+    delivered, ledger.delivered[row] = int(ledger.delivered[row]), 0
+    state = open_row(*args)
+    ledger.delivered[row] = delivered
+    return state
+
+
+def believes_what_was_under_way(*args: Any) -> Any:
+    """A planted fault: whoever takes over goes on behind all tokens, as if everything said had been taken."""
+    ledger, row = args[0], args[3]
+    delivered, ledger.delivered[row] = int(ledger.delivered[row]), int(ledger.count[row])
+    state = open_row(*args)
+    ledger.delivered[row] = delivered
+    return state
+
+
+@pytest.mark.parametrize("fault", [forgets_what_is_delivered, believes_what_was_under_way])
+def test_planted_faults_are_found(path: Path, fault: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "open_row", fault)
+    for seed in range(20):
+        stage = Stage(path)
+        try:
+            run_with_crashes(stage, random.Random(seed), 6)
+        except AssertionError:
+            return
+        finally:
+            stage.rig.close()
+    raise AssertionError("nobody noticed")
 
 
 class Mark:
