@@ -93,7 +93,7 @@ def test_the_supervisor_takes_everything_along(path: Path, point: str) -> None:
     server = wait_ready(spawn(*options(path), env={VARIABLE: plans}))
     pids = descendants(server.process.pid)
     found = Telling(server, requests()).end()
-    assert server.process.wait(10) == -signal.SIGKILL
+    assert server.process.wait(60) == -signal.SIGKILL
     assert all(story.end.startswith("broken") for story in found if story.end not in ("length", "stop"))
     wait_for(lambda: not [pid for pid in pids if Path(f"/proc/{pid}/status").exists() and alive(pid)], "end of all")
 
