@@ -6,8 +6,10 @@ change anything by itself.
 
     STEPAHEAD_FAULTS="gpu.after_forward=crash  scheduler.tokens_stored=stop@3  tokenizer.row_taken=crash#*?77"
 
-    NAME=ACTION[@N][#EPOCH][?VALUE]   at the N-th pass (1 if not said) of the process that has this epoch (1 if not
-                                      said, * = every one); if VALUE is said, of those passes that concern it
+    NAME=ACTION[@N][+SECONDS][#EPOCH][?VALUE]
+
+at the N-th pass (1 if not said) of the process that has this epoch (1 if not said, * = every one); if VALUE is said, of
+those passes that concern it; if SECONDS are said, of those that come so long after the process' first pass anywhere.
 """
 
 from __future__ import annotations
@@ -60,7 +62,9 @@ NAMES = (
     "supervisor.stage_buried",
     "supervisor.stage_started",
 )
-_PLAN = re.compile(r"([\w.]+)=(crash|abort|segv|stop|exit|raise|delay:[\d.]+)(?:@(\d+))?(?:#(\d+|\*))?(?:\?(\d+))?")
+_PLAN = re.compile(
+    r"([\w.]+)=(crash|abort|segv|stop|exit|raise|delay:[\d.]+)(?:@(\d+))?(?:\+([\d.]+))?(?:#(\d+|\*))?(?:\?(\d+))?"
+)
 _SIGNALS = {"crash": signal.SIGKILL, "abort": signal.SIGABRT, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 
 Values = Callable[[], Iterable[int]]
@@ -76,12 +80,13 @@ class Plan:
 
     action: str
     left: int  # passes until it happens
+    after_s: float
     epoch: int | None
     value: int | None
 
-    def meets(self, epoch: int, values: Values | None) -> bool:
+    def meets(self, epoch: int, served_s: float, values: Values | None) -> bool:
         """Whether it happens at this pass."""
-        if self.epoch not in (None, epoch):
+        if self.epoch not in (None, epoch) or served_s < self.after_s:
             return False
         if self.value is not None and (values is None or self.value not in values()):
             return False
@@ -107,9 +112,10 @@ def parse(text: str) -> dict[str, list[Plan]]:
         match = _PLAN.fullmatch(word)
         if match is None or match[1] not in NAMES:
             raise ValueError(f"{VARIABLE}: {word!r} is no fault")
-        name, action, passes, epoch, value = match.groups()
+        name, action, passes, after, epoch, value = match.groups()
+        which = None if epoch == "*" else int(epoch or 1)
         plans.setdefault(name, []).append(
-            Plan(action, int(passes or 1), None if epoch == "*" else int(epoch or 1), int(value) if value else None)
+            Plan(action, int(passes or 1), float(after or 0), which, int(value) if value else None)
         )
     return plans
 
@@ -120,11 +126,14 @@ class Faults:
     def __init__(self, plans: dict[str, list[Plan]]) -> None:
         self._plans = plans
         self.epoch = 1
+        self._first_s = 0.0
 
     def point(self, name: str, values: Values | None = None) -> None:
         assert name in NAMES, name
         """A process passes here."""
-        met = [plan for plan in self._plans.get(name, ()) if plan.meets(self.epoch, values)]
+        now_s = time.monotonic()
+        self._first_s = self._first_s or now_s
+        met = [plan for plan in self._plans.get(name, ()) if plan.meets(self.epoch, now_s - self._first_s, values)]
         for plan in met:
             plan.happen(name)
 

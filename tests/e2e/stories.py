@@ -136,8 +136,12 @@ def exhaust(server: LiveServer, stage: str, seconds: float = WAIT_SECONDS) -> fl
 
 def health(server: LiveServer) -> dict[str, Any]:
     """What /health says of every stage."""
-    answer = httpx.get(server.url + "/health", timeout=10)
-    return dict(answer.json()["stages"])
+    end = time.monotonic() + WAIT_SECONDS
+    while True:  # the frontend may die of any request, this one included
+        with contextlib.suppress(httpx.TransportError):
+            return dict(httpx.get(server.url + "/health", timeout=30).json()["stages"])
+        assert time.monotonic() < end, server.text()
+        time.sleep(0.05)
 
 
 def wait_whole(server: LiveServer, seconds: float = WAIT_SECONDS) -> dict[str, Any]:

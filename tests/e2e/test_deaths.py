@@ -163,13 +163,13 @@ def test_deaths_during_the_start() -> None:
 
 def test_past_the_budget_every_client_is_told() -> None:
     server = wait_ready(spawn("--max-len", "512"))
-    telling = all_at_once(server, MODEL, max_tokens=400)
+    telling = all_at_once(server, MODEL, max_tokens=400, stop=None)
     telling.wait_tokens(3)
-    exhaust(server, "tokenizer")
+    exhaust(server, "scheduler")
     assert server.process.wait(60) == 1, server.text()
-    assert "tokenizer" in server.text().splitlines()[-1] and "times in a row" in server.text().splitlines()[-1]
+    assert "scheduler" in server.text().splitlines()[-1] and "times in a row" in server.text().splitlines()[-1]
     for story in telling.end():
-        assert story.end.startswith(("event: ", "500: ")) and "tokenizer" in story.end, story
+        assert story.end.startswith(("event: ", "500: ")) and "scheduler" in story.end, story
 
 
 @pytest.fixture(scope="module")

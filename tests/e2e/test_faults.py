@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -49,19 +48,21 @@ def points_of(stage: str) -> list[str]:
     return [name for name in NAMES if name.startswith(stage + ".")]
 
 
+def served_s(name: str) -> float:
+    """How long a stage serves before it dies there; some places are only passed when it takes over."""
+    return 0.0 if name in ("gpu.drop_published", "detokenizer.rebuilding") else STABLE_SECONDS
+
+
 @pytest.mark.parametrize("stage", STAGES)
 def test_every_point(path: Path, asked: tuple[list[dict[str, Any]], list[Story]], stage: str) -> None:
     points = points_of(stage)
-    plans = [f"{name}={ACTIONS[i % len(ACTIONS)]}@2#{i + 1}" for i, name in enumerate(points)]
-    plans = [plan.replace("@2", "@1") if "drop_" in plan or "stop_" in plan else plan for plan in plans]
+    plans = [f"{name}={ACTIONS[i % len(ACTIONS)]}+{served_s(name)}#{i + 1}" for i, name in enumerate(points)]
     everything, wanted = asked
     with live_server(*options(path), env={VARIABLE: " ".join(plans)}) as server:
         for deaths in range(1, len(points) + 1):
-            if health(server)[stage]["restarts"] < deaths:
+            while health(server)[stage]["restarts"] < deaths:
                 assert Telling(server, everything).end() == wanted, plans[deaths - 1]
-            wait_for(lambda deaths=deaths: health(server)[stage]["restarts"] >= deaths, plans[deaths - 1])
             wait_whole(server)
-            time.sleep(STABLE_SECONDS)
         assert Telling(server, everything).end() == wanted
         assert {name: told["restarts"] for name, told in health(server).items() if told["restarts"]} == {
             stage: len(points)
@@ -72,18 +73,17 @@ def test_every_point(path: Path, asked: tuple[list[dict[str, Any]], list[Story]]
 
 def test_every_point_of_the_frontend(path: Path, asked: tuple[list[dict[str, Any]], list[Story]]) -> None:
     points = points_of("frontend")
-    plans = [f"{name}=crash@3#{i + 1}" for i, name in enumerate(points)]
+    plans = [f"{name}=crash@3+{STABLE_SECONDS}#{i + 1}" for i, name in enumerate(points)]
     everything, wanted = asked
     with live_server(*options(path), env={VARIABLE: " ".join(plans)}) as server:
         for deaths in range(1, len(points) + 1):
-            found = Telling(server, everything).end()
-            assert any(story.end.startswith("broken") for story in found), plans[deaths - 1]
-            for story, right in zip(found, wanted, strict=True):
-                assert story == right or (story.end.startswith("broken") and right.text.startswith(story.text))
+            while health(server)["frontend"]["restarts"] < deaths:
+                found = Telling(server, everything).end()
+                for story, right in zip(found, wanted, strict=True):
+                    assert story == right or (story.end.startswith("broken") and right.text.startswith(story.text))
             assert wait_whole(server)["frontend"]["restarts"] == deaths
             server.wait_idle()
             wait_for(lambda: server.metrics()["stepahead_open_rows"] == 0, "free rows")
-            time.sleep(STABLE_SECONDS)
         assert Telling(server, everything).end() == wanted
 
 

@@ -59,6 +59,8 @@ def test_it_happens_at_the_pass_in_the_epoch_and_with_the_value_that_is_said() -
     assert passes("gpu.step_seen=raise?7", value=7) == [1]
     assert passes("gpu.step_seen=raise?7") == passes("gpu.step_launched=raise?0") == []
     assert passes("gpu.step_seen=delay:0.001@2") == []
+    assert passes("gpu.step_seen=raise+30#*") == passes("gpu.step_seen=raise@2+0.5#1") == []
+    assert passes("gpu.step_seen=delay:0.01 gpu.step_seen=raise@2+0.005")[0] > 2
 
 
 @pytest.mark.parametrize(("action", "status"), [("crash", -9), ("abort", -6), ("segv", -11), ("exit", 0), ("raise", 1)])
