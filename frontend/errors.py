@@ -52,6 +52,13 @@ def bad_request(message: str, param: str | None = None, code: str | None = None)
     return ApiError(400, message, param, code)
 
 
+def poison(stage: str, deaths: int) -> ApiError:
+    """A request that `stage` was working on whenever it died, and alone in the end."""
+    return ApiError(
+        500, f"given up: the {stage} process died {deaths} times while it worked on this request", code="poison"
+    )
+
+
 def json_response(content: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
     return Response(orjson.dumps(content), status, headers, media_type="application/json")
 

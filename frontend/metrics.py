@@ -89,6 +89,15 @@ class Meter:
     def open_rows(self, rows: int) -> None:
         self._stats.set("open_rows", rows)
 
+    def took_over(self, rows: int) -> None:
+        """So many rows of a frontend that died were taken over."""
+        self._stats.add("adopted_total", rows)
+        self._stats.set("open_rows", rows)
+
+    def resent(self, messages: int) -> None:
+        """So many messages to the tokenizer were told once more."""
+        self._stats.add("resent_total", messages)
+
     def first_token(self, seconds: float) -> None:
         self._stats.observe("ttft_s", seconds)
 
@@ -108,10 +117,7 @@ class _Segments(Collector):
         ready = GaugeMetricFamily("stepahead_ready", "1 while requests are taken")
         ready.add_metric([], float(self._control.state == READY))
         yield ready
-        restarts = CounterMetricFamily("stepahead_stage_restarts", "Restarts of a process", labels=["stage"])
-        for stage in STAGES:
-            restarts.add_metric([stage], self._control.restarts(stage))
-        yield restarts
+        yield from self._processes()
         values = self._stats.read()
         requests = CounterMetricFamily("stepahead_requests", "Requests by how they ended", labels=["outcome"])
         for outcome in OUTCOMES:
@@ -131,6 +137,22 @@ class _Segments(Collector):
             for name, value in block.items():
                 if (stage, name) not in _HIDDEN:
                     yield _family(stage, name, value)
+
+    def _processes(self) -> Iterator[Metric]:
+        control, labels = self._control, ["stage"]
+        up = GaugeMetricFamily("stepahead_stage_up", "1 while a process serves", labels=labels)
+        epoch = GaugeMetricFamily("stepahead_stage_epoch", "How often a process was started", labels=labels)
+        restarts = CounterMetricFamily("stepahead_stage_restarts", "Restarts of a process", labels=labels)
+        deaths = CounterMetricFamily("stepahead_stage_deaths", "Deaths of a process, hangs among them", labels=labels)
+        last = GaugeMetricFamily("stepahead_stage_last_death", "1; why a process died last", labels=["stage", "reason"])
+        for stage in STAGES:
+            up.add_metric([stage], float(control.stage_state(stage) == "serving"))
+            epoch.add_metric([stage], control.epoch(stage))
+            restarts.add_metric([stage], control.restarts(stage))
+            deaths.add_metric([stage], control.deaths(stage))
+            if reason := control.last_reason(stage):
+                last.add_metric([stage, reason], 1.0)
+        yield from (up, epoch, restarts, deaths, last)
 
 
 def _family(stage: str, name: str, value: int | float | Histogram) -> Metric:

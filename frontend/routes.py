@@ -195,18 +195,20 @@ def _add_operation(app: FastAPI, engine: Engine, exposition: Exposition) -> None
     @app.head("/health", include_in_schema=False)
     @app.get("/health")
     async def health() -> Response:
-        """Liveness: answers from this process alone, so that load can never make it fail."""
+        """Liveness: answers from this process and shared memory alone, so that load can never make it fail."""
         if engine.failed:
-            return json_response({"status": "failed", "reason": engine.failure}, 503)
-        return json_response({"status": "ok"})
+            return json_response({"status": "failed", "reason": engine.failure, "stages": engine.stages}, 503)
+        return json_response({"status": "ok", "stages": engine.stages})
 
     @app.head("/ready", include_in_schema=False)
     @app.get("/ready")
     async def ready() -> Response:
+        """Whether requests are taken. While a process is being started again they are, and wait for it."""
         refusal = engine.refusal
         if refusal is None:
-            return json_response({"status": "ready"})
-        body = {"status": refusal.code, "reason": refusal.message, **refusal.body()}
+            status = "ready" if engine.whole else "recovering"
+            return json_response({"status": status, "stages": engine.stages})
+        body = {"status": refusal.code, "reason": refusal.message, "stages": engine.stages, **refusal.body()}
         return json_response(body, 503, {"retry-after": str(errors.RETRY_AFTER_SECONDS)})
 
     @app.head("/metrics", include_in_schema=False)

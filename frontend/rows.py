@@ -1,7 +1,8 @@
 """Ledger rows as the frontend sees them: who holds which row, what has arrived for it, and when it is free again.
 
-Owns the planes generation, abort, delivered and arrival_ns of the ledger. May never free a row because a client left:
-only when the scheduler has let go of it (an item with release) or has never seen it (rejected).
+Owns the planes generation, abort, delivered, arrival_ns and freed of the ledger. May never free a row because a client
+left: only when the scheduler has let go of it (an item with release) or will never see it (rejected, or given up before
+it was ready).
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ import time
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
-from frontend.errors import ApiError
+from frontend.errors import ApiError, poison
 from frontend.metrics import Meter
+from frontend.tokenizer_line import TokenizerLine
+from shm.faults import fault
 from shm.ledger import Ledger
 from shm.limits import GENERATION_MAX
 
@@ -93,17 +96,57 @@ class Exchange:
 class RowTable:
     """All rows of the ledger. Single-threaded: everything runs on the event loop."""
 
-    def __init__(self, ledger: Ledger, rows: int, ring_scheduler: Callable[[], None], meter: Meter) -> None:
+    def __init__(
+        self, ledger: Ledger, rows: int, ring_scheduler: Callable[[], None], meter: Meter, line: TokenizerLine
+    ) -> None:
         self._ledger = ledger
+        self._line = line
         self._ring_scheduler = ring_scheduler
         self._meter = meter
         self._open: dict[int, Row] = {}
         # Last in, first out: the pages of few rows stay warm.
         self._free = list(range(rows - 1, -1, -1))
+        self._adopt(meter)
 
     @property
     def open_count(self) -> int:
         return len(self._open)
+
+    def _adopt(self, meter: Meter) -> None:
+        """Take over the rows of a frontend that died: their clients are gone, so the scheduler has to end them.
+
+        The tokenizer hands those on that it has not finished: nobody will send their prompts again.
+        """
+        ledger = self._ledger
+        exchange = Exchange(stream=False, keep_ids=False)
+        exchange.gone = True
+        left = (ledger.generation > 0) & (ledger.freed != ledger.generation)
+        for number in left.nonzero()[0].tolist():
+            generation = int(ledger.generation[number])
+            row = Row(number, generation, exchange, 0, time.monotonic_ns())
+            row.count, row.accepted = int(ledger.delivered[number]), True
+            ledger.abort[number] = generation
+            self._open[number] = row
+            self._free.remove(number)
+            self.send(row, {"op": "leave"})
+        meter.took_over(len(self._open))
+        if self._open:
+            self._ring_scheduler()
+
+    def send(self, row: Row, message: dict[str, Any]) -> None:
+        """Tells the tokenizer of `row`, as often as it takes until it is accepted or rejected."""
+        key = row.number, row.generation
+        message |= {"row": row.number, "gen": row.generation}
+        self._line.ask(key, message, lambda deaths: self._give_up(row, deaths))
+        fault("frontend.row_sent")
+
+    def _give_up(self, row: Row, deaths: int) -> bool:
+        """The tokenizer died of `row`. Called while none lives; False if the row was ready all the same."""
+        if self._ledger.ready[row.number] == row.generation:
+            return False
+        self._free_row(row)
+        row.exchange.fail(poison("tokenizer", deaths))
+        return True
 
     def open(self, exchange: Exchange, choices: int) -> None:
         """Takes a row for each of the `choices` prompts of `exchange`, or raises ApiError 429 and takes none."""
@@ -117,6 +160,7 @@ class RowTable:
             ledger.delivered[number] = 0
             ledger.arrival_ns[number] = now_ns
             ledger.generation[number] = generation
+            fault("frontend.row_opened")
             row = Row(number, generation, exchange, index, now_ns)
             self._open[number] = row
             exchange.rows.append(row)
@@ -141,8 +185,10 @@ class RowTable:
             row = self._find(message["row"], message["gen"])
             if row is not None and not row.accepted:
                 self._accept(row, message["prompt_tokens"])
+            self._line.answered((message["row"], message["gen"]))
         elif kind == "rejected":
             row = self._find(message["row"], message["gen"])
+            self._line.answered((message["row"], message["gen"]))
             if row is not None:
                 self._free_row(row)
                 row.exchange.fail(
@@ -179,6 +225,7 @@ class RowTable:
         if not row.accepted:
             # The detokenizer's word may overtake the tokenizer's: they are two senders.
             self._accept(row, int(self._ledger.prompt_len[number]))
+            self._line.answered((number, generation))
         exchange = row.exchange
         if row.finish is None and (count > row.count or finish is not None):
             assert first == row.count or not text, f"row {number}: text from {first} on, {row.count} tokens before it"
@@ -189,7 +236,9 @@ class RowTable:
             if text and not exchange.gone:
                 row.text.append(text)
             row.count = count
+            fault("frontend.text_taken")
             self._ledger.delivered[number] = count
+            fault("frontend.delivered_stored")
             if finish is not None:
                 self._finish(row, finish)
             if finish is not None or (exchange.stream and text):
@@ -207,7 +256,18 @@ class RowTable:
         if finish == "abort":
             row.exchange.fail(ApiError(503, "the server ended this request before it was done", code="aborted"))
         elif finish == "error":
-            row.exchange.fail(ApiError(500, "the server could not go on with this request", code="internal_error"))
+            row.exchange.fail(self._why_given_up(number))
+
+    def _why_given_up(self, number: int) -> ApiError:
+        ledger = self._ledger
+        deaths, stage = max(
+            (int(ledger.gpu_deaths[number]), "gpu"), (int(ledger.scheduler_deaths[number]), "scheduler")
+        )
+        if ledger.text_deaths_of[number] == ledger.generation[number]:
+            deaths, stage = max((deaths, stage), (int(ledger.text_deaths[number]), "detokenizer"))
+        if deaths:
+            return poison(stage, deaths)
+        return ApiError(500, "the server could not go on with this request", code="internal_error")
 
     def _observe(self, row: Row, tokens: int, now_ns: int) -> None:
         if tokens <= 0:
@@ -221,5 +281,7 @@ class RowTable:
 
     def _free_row(self, row: Row) -> None:
         row.released = True
+        self._ledger.freed[row.number] = row.generation
+        fault("frontend.row_freed")
         del self._open[row.number]
         self._free.append(row.number)

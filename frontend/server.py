@@ -62,7 +62,7 @@ class Process:
         self._kicked = asyncio.Event()
         self._broken: BaseException | None = None
         ring = c.doorbells["scheduler"].ring
-        self.engine = Engine(c.config, c.control, c.ledger, meter, self._tokenizer, ring, c.trace())
+        self.engine = Engine(c.config, c.control, c.ledger, meter, self._tokenizer, ring, c.trace(), c.epoch)
         app = build_app(self.engine, Exposition(c.stats, c.control))
         self._server = _Server(server_config(app), c)
         self._listening = socket.socket(fileno=c.listen_fd)
@@ -117,6 +117,7 @@ class Process:
         """Looks at the state of the server whenever the doorbell rings, and every WAIT_MS_MAX in any case."""
         while not self._server.should_exit:
             self._child.beat()
+            self.engine.look_around()
             if self.engine.failed:
                 self.engine.fail(self.engine.failure)
                 self._end(FAIL_FLUSH_SECONDS)

@@ -36,6 +36,12 @@ class ChildSpec:
     stop_seconds: float  # from SIGTERM to SIGKILL
     listens: bool = False  # gets the listening socket
     env: Mapping[str, str] = field(default_factory=dict)
+    # How it is started again: so long after its first death in a row, its second, and so on, and never after one more
+    # than so many, in a row or in a minute. Whoever has served for so long begins a new row.
+    backoff_seconds: tuple[float, ...] = (0.0, 0.0, 0.1, 0.5, 1.0)
+    deaths_in_a_row_max: int = 7
+    deaths_a_minute_max: int = 60
+    stable_seconds: float = 1.0
 
 
 # Started in this order, stopped in reverse: nobody loses the stage behind it while it still has work.

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 import gc
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from functools import lru_cache
 from typing import Any, Protocol
 
@@ -29,6 +29,7 @@ from procs.token_text import TextTable, UnknownDecoder
 from procs.tokenizer_files import load_tokenizer
 from shm import child
 from shm.channel import Sender
+from shm.faults import fault
 from shm.ledger import FINISH_NAMES, FINISH_NONE, Ledger
 from shm.records import read_progress
 from shm.ring import RingConsumer
@@ -38,6 +39,9 @@ from shm.trace import TraceWriter, What
 
 # Automata of the latest sets of stop strings are kept: requests of one application have the same. The largest is 1 MB.
 STOP_SETS_MAX = 32
+
+DEATHS_MAX = 2  # that a row may cause before it is given up
+REBUILD_LOOK_MS = 5  # between two looks whether the frontend has let go of an earlier detokenizer
 
 Item = list[Any]
 
@@ -102,11 +106,44 @@ class Detokenizer:
         self._trace = trace
         self._rows: dict[int, RowText] = {}
         self._stops = lru_cache(maxsize=STOP_SETS_MAX)(StopStrings)
+        self._blamed: dict[int, int] = {}  # rows that a detokenizer died of -> generation
+        self._spoilt: dict[int, int] = {}  # those that several did
+        self._blame()
 
     @property
     def open_rows(self) -> int:
         """Rows that have been seen and not been released."""
         return len(self._rows)
+
+    def _blame(self) -> None:
+        """Whoever was in hand when the process before this one died is blamed for it: rows are worked on one by one."""
+        ledger = self._ledger
+        in_hand = (ledger.in_hand > 0) & (ledger.in_hand == ledger.generation) & (ledger.freed != ledger.generation)
+        for row in np.flatnonzero(in_hand).tolist():
+            generation = int(ledger.generation[row])
+            known = int(ledger.text_deaths[row]) if ledger.text_deaths_of[row] == generation else 0
+            ledger.text_deaths[row] = known + 1
+            ledger.text_deaths_of[row] = generation  # LAST
+            ledger.in_hand[row] = 0
+        blamed = (ledger.text_deaths_of > 0) & (ledger.text_deaths_of == ledger.generation) & (ledger.text_deaths > 0)
+        for row in np.flatnonzero(blamed & (ledger.freed != ledger.generation)).tolist():
+            those = self._spoilt if ledger.text_deaths[row] >= DEATHS_MAX else self._blamed
+            those[row] = int(ledger.generation[row])
+
+    def rebuild(self) -> None:
+        """Begin anew from the ledger: what the frontend has not taken of any row is said again, from `delivered` on."""
+        ledger = self._ledger
+        self._rows.clear()
+        known = (ledger.generation > 0) & (ledger.begun == ledger.generation) & (ledger.freed != ledger.generation)
+        news = {}
+        for row in np.flatnonzero(known).tolist():
+            generation = int(ledger.begun[row])
+            done = int(ledger.done[row]) == generation  # before the count: nothing is stored behind it
+            finish = int(ledger.finish[row]) if done else FINISH_NONE
+            news[row] = (generation, int(ledger.count[row]), finish)
+        fault("detokenizer.rebuilding")
+        self._stats.add("rebuilt_total", len(news))
+        self._say(news.items())
 
     def turn(self) -> int:
         """Handles every record that is there; returns how many. The message leaves before the records are given back,
@@ -117,15 +154,23 @@ class Detokenizer:
             return 0
         begin_ns = time.monotonic_ns()
         news, step = self._read(records)
+        fault("detokenizer.records_read")
+        tokens, pieces = self._say(news.items())
+        fault("detokenizer.text_sent")
+        self._progress.release(records)
+        fault("detokenizer.records_released")
+        self._record(step, begin_ns, tokens, pieces)
+        return records
+
+    def _say(self, news: Iterable[tuple[int, tuple[int, int, int]]]) -> tuple[int, int]:
+        """Sends the items of rows that are at (generation, count, finish); returns how many tokens and items."""
         items: list[Item] = []
         tokens = 0
-        for row, (generation, count, finish) in news.items():
+        for row, (generation, count, finish) in news:
             tokens += self._advance(row, generation, count, finish, items)
         if items:
             self._frontend.send({"ev": "text", "items": items})
-        self._progress.release(records)
-        self._record(step, begin_ns, tokens, len(items))
-        return records
+        return tokens, len(items)
 
     def _read(self, records: int) -> tuple[dict[int, tuple[int, int, int]], int]:
         """Returns ({row: (generation, count, finish)}, newest step): a row's last record says what the others said."""
@@ -137,39 +182,69 @@ class Detokenizer:
             columns = (column.tolist() for column in read_progress(slot.payload))
             for row, generation, count, finish in zip(*columns, strict=True):
                 earlier = news.get(row)
-                assert earlier is None or earlier[2] == FINISH_NONE, f"row {row} goes on after it was finished"
+                if earlier is not None and earlier[2] != FINISH_NONE and earlier[0] == generation:
+                    # A scheduler that takes over tells once more of what may not have been told.
+                    assert (count, finish) == earlier[1:], f"row {row} goes on after it was finished"
                 news[row] = (generation, count, finish)
         return news, step
 
     def _advance(self, row: int, generation: int, count: int, finish: int, items: list[Item]) -> int:
         """Takes a row up to `count` output tokens, appends its item if there is one; returns the tokens taken in."""
+        ledger = self._ledger
+        if ledger.generation[row] > generation or ledger.freed[row] == generation:
+            return 0  # over since, and told once more by a scheduler that took over
+        ledger.in_hand[row] = generation
         state = self._rows.get(row)
-        if state is None:
-            state = self._rows[row] = open_row(self._ledger, self._table, self._stops, row, generation)
-        assert state.generation == generation, f"row {row}: {state.generation} was not released before {generation}"
+        if state is None or state.generation != generation:
+            # Of a row that was over before its last records came, something may be left here.
+            assert state is None or ledger.freed[row] >= state.generation, f"row {row} has two holders"
+            state = self._rows[row] = self._open(row, generation, items)
         release = finish != FINISH_NONE
         before = state.output.count
         if not state.finished:
-            text = state.output.push(state.tokens[before:count].tolist())
-            if release:
-                text += state.output.flush()
-            reason = "stop" if state.output.stop_count else FINISH_NAMES[finish]
-            if state.output.stop_count:
-                self._tell_scheduler(row, state, release)
-            if text or reason:
-                items.append([row, generation, state.told, state.output.count, text, reason, release])
-                state.told = state.output.count
-                state.finished = reason is not None
+            self._take_in(row, state, count, finish, items)
         elif release:
             items.append([row, generation, state.told, state.told, "", None, True])
         if release:
             del self._rows[row]
             self._stats.add("finished_total")
+        if self._blamed.get(row) == generation:
+            ledger.text_deaths[row] = 0
+            del self._blamed[row]
+        ledger.in_hand[row] = 0
         return state.output.count - before
+
+    def _open(self, row: int, generation: int, items: list[Item]) -> RowText:
+        if self._spoilt.get(row) != generation:
+            return open_row(self._ledger, self._table, self._stops, row, generation)
+        # Nothing of it is looked at any more. The scheduler ends the row as for a stop string.
+        self._stats.add("poison_total")
+        delivered = int(self._ledger.delivered[row])
+        state = RowText(generation, self._ledger.tokens[row, :0], OutputText(self._table, None))
+        state.told, state.finished = delivered, True
+        items.append([row, generation, delivered, delivered, "", "error", False])
+        self._tell_scheduler(row, state, False)
+        return state
+
+    def _take_in(self, row: int, state: RowText, count: int, finish: int, items: list[Item]) -> None:
+        fault("detokenizer.row_in_hand", lambda: (int(self._ledger.seed[row]),))
+        release = finish != FINISH_NONE
+        text = state.output.push(state.tokens[state.output.count : count].tolist())
+        if release:
+            text += state.output.flush()
+        reason = "stop" if state.output.stop_count else FINISH_NAMES[finish]
+        if state.output.stop_count:
+            self._tell_scheduler(row, state, release)
+        if text or reason:
+            items.append([row, state.generation, state.told, state.output.count, text, reason, release])
+            state.told = state.output.count
+            state.finished = reason is not None
 
     def _tell_scheduler(self, row: int, state: RowText, finished: bool) -> None:
         self._ledger.text_stop_count[row] = state.output.stop_count
+        fault("detokenizer.stop_counted")
         self._ledger.text_stop[row] = state.generation  # LAST
+        fault("detokenizer.stop_stored")
         self._stats.add("stops_total")
         if not finished:
             self._scheduler_bell.ring()
@@ -194,10 +269,11 @@ def main() -> None:
         except (ModelError, UnknownDecoder) as error:
             raise child.StartupError(f"{model.path}: {error}") from error
         progress = stage.ring_consumer("progress")
+        frontend = Sender(zmq.Context.instance(), stage.channels["frontend"])
         detokenizer = Detokenizer(
             stage.ledger,
             progress,
-            Sender(zmq.Context.instance(), stage.channels["frontend"]),
+            frontend,
             stage.doorbells["scheduler"],
             table,
             stage.stats_writer(),
@@ -207,8 +283,26 @@ def main() -> None:
         stage.ready()
         while not stage.stopping:
             stage.beat()
-            stage.own_doorbell.wait(lambda: progress.available() > 0)
-            detokenizer.turn()
+            if agree_on_text(stage, frontend, detokenizer):
+                stage.own_doorbell.wait(lambda: progress.available() > 0)
+                detokenizer.turn()
+
+
+def agree_on_text(stage: child.Child, frontend: Sender, detokenizer: Detokenizer) -> bool:
+    """Whether what is said counts. Waits a moment and returns False while it does not.
+
+    A frontend that has taken over has heard nothing, and one that still hears an earlier detokenizer may be about to
+    take its last items: once it hears this one, `delivered` stands still. Then everything is said from there on.
+    """
+    control, mark = stage.control, {"epoch": stage.epoch, "to": stage.control.serves("frontend")}
+    if frontend.mark == mark:
+        return True
+    if control.hears("frontend") != stage.epoch:
+        stage.own_doorbell.wait(lambda: control.hears("frontend") == stage.epoch, REBUILD_LOOK_MS)
+        return False
+    frontend.mark = mark
+    detokenizer.rebuild()
+    return True
 
 
 if __name__ == "__main__":

@@ -25,7 +25,8 @@ from typing import TYPE_CHECKING
 from shm import child
 from shm.config import ServerConfig
 from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
-from shm.records import ResultLayout, StepLayout
+from shm.faults import fault
+from shm.records import RESULT_DROPPED, ResultLayout, StepLayout, StepView
 from shm.ring import RingConsumer, RingProducer
 from shm.stats import StatsWriter
 from shm.tensor_map import ModelError
@@ -50,11 +51,24 @@ class Results:
         self._trace = trace
         self._last_end_ns = 0
 
+    def drop(self, slot: ResultSlot, seq: int, step: int) -> None:
+        """Answer step ring record `seq` without having run it. Only while no step is in flight."""
+        view = slot.view
+        view.n_rows, view.window, view.step, view.fault = 0, 1, step, 0
+        view.begin_ns = view.end_ns = time.monotonic_ns()
+        self._results.publish(slot.buffer.nbytes, RESULT_DROPPED, source_seq=seq)
+        fault("gpu.drop_published")
+        self._steps.release()
+        self._stats.add("dropped_steps_total")
+
     def complete(self, slot: ResultSlot, seq: int, pushed_ns: int, decode_rows: int) -> None:
         """Publish the result in `slot` of step ring record `seq`, which was pushed at `pushed_ns`."""
         begin_ns = time.monotonic_ns()
+        fault("gpu.after_forward")
         self._results.publish(slot.buffer.nbytes, source_seq=seq)
+        fault("gpu.result_published")
         self._steps.release()  # last: the scheduler may fill it again from here on
+        fault("gpu.step_released")
         view = slot.view
         self._count(view.begin_ns, view.end_ns, pushed_ns, decode_rows)
         self._trace.span(What.STEP, view.step, view.begin_ns, view.end_ns)
@@ -90,8 +104,11 @@ class Executor:
         rings: tuple[RingConsumer, RingProducer],
         stats: StatsWriter,
         traces: tuple[TraceWriter, TraceWriter],
+        epoch: int,
     ) -> None:
-        """rings: step and result. traces: the lanes of the launch loop and of the copy stream."""
+        """rings: step and result. traces: the lanes of the launch loop and of the copy stream. epoch: of this process;
+        what was planned for an earlier one counts on pages and entries that died with it, and is dropped.
+        """
         from gpu.lanes import ResultSlot, StepSlot
 
         steps, results = rings
@@ -115,6 +132,7 @@ class Executor:
         self._next = steps.tail  # seq of the next step to launch; the ring's own tail follows as steps end
         self._next_result = results.head
         self._in_flight: deque[Completion] = deque()
+        self._epoch = epoch
 
     def serve(self, bell: Doorbell, beat: Callable[[], None], stopping: Callable[[], bool]) -> None:
         """Launch steps until `stopping()` and nothing is queued. Raises DeviceError once the device has failed."""
@@ -135,10 +153,18 @@ class Executor:
         step = self._step_slots[self._next % len(self._step_slots)]
         result = self._result_slots[self._next_result % len(self._result_slots)]
         number, decode_rows = step.view.step, step.view.n_decode
+        if step.view.gpu_epoch != self._epoch:
+            assert not self._in_flight, f"step {number} is older than those before it"
+            self._end.drop(result, self._next, number)
+            self._next += 1
+            self._next_result += 1
+            return
         complete = partial(self._end.complete, result, self._next, record.time_ns, decode_rows)
         mixed = step.view.n_chunks > 0
+        fault("gpu.step_seen", partial(_seeds, step.view))
         self._checks.descriptor(step.view)
         self._in_flight.append(self._program.enqueue(step, result, complete))
+        fault("gpu.step_launched")
         self._next += 1
         self._next_result += 1
         end_ns = time.monotonic_ns()
@@ -164,6 +190,10 @@ class Executor:
         while self._in_flight and self._in_flight[0].query():
             self._in_flight.popleft()
         return self._results.space() - len(self._in_flight)
+
+
+def _seeds(view: StepView) -> list[int]:
+    return list(view.seeds().tolist())
 
 
 def open_backend(stage: child.Child) -> Backend:
@@ -204,7 +234,7 @@ def main() -> None:
         stats.set("graphs", graphs)
         stats.set("kv_bytes", program.kv_bytes)
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
-        executor = Executor(stage.config, opened, rings, stats, traces)
+        executor = Executor(stage.config, opened, rings, stats, traces, stage.epoch)
         gc.freeze()  # what is here now stays: no collection needs to look at it again
         gc.enable()
         stage.ready(f"{graphs} graphs")

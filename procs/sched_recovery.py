@@ -22,16 +22,22 @@ def recover(rows: Rows) -> int:
     ready = ledger.ready.copy()
     known = (ready > 0) & (ready == ledger.generation)
     live = np.flatnonzero(known & (ledger.done != ready))
-    done = np.flatnonzero(known & (ledger.done == ready))
+    done = np.flatnonzero(known & (ledger.done == ready) & (ledger.freed != ready))
     live = live[np.argsort(ledger.arrival_ns[live], kind="stable")]
     for row in live.tolist():
         rows.enqueue(row, int(ready[row]))
+    rows.quarantine.remember(live)
+    rows.stats.add("requeued_total", len(live))
     begun = live[(ledger.count[live] > 0) | (ledger.finish[live] != FINISH_NONE)]
     if len(begun):
         due = finishes_due(rows, begun)
         ended = np.flatnonzero(due)
         rows.end(begun[ended], due[ended])
         rows.report(begun, ready[begun], ledger.count[begun], due)
+    in_batch = live[(ledger.admitted[live] == ready[live]) & (ledger.done[live] != ready[live])]
+    if len(in_batch):
+        ledger.admitted[in_batch] = 0  # first: a death from here on is not counted once more
+        rows.give_up(rows.quarantine.blame(ledger.scheduler_deaths, in_batch))
     if len(done):
         rows.report(done, ready[done], ledger.count[done], ledger.finish[done])
     return len(live)

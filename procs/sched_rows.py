@@ -27,8 +27,10 @@ from procs import policy
 from procs.batch_state import NO_STOP_ID, BatchState, Ints
 from procs.pages import PagePool, Pages
 from procs.prefix_cache import PrefixCache
+from procs.quarantine import Quarantine
 from shm.config import ServerConfig
-from shm.ledger import FINISH_ABORT, FINISH_NONE, FINISH_STOP, Ledger
+from shm.faults import fault
+from shm.ledger import FINISH_ABORT, FINISH_ERROR, FINISH_NONE, FINISH_STOP, Ledger
 from shm.limits import MAX_STOP_TOKEN_IDS
 from shm.records import PROGRESS_PLANES
 from shm.stats import StatsWriter
@@ -50,6 +52,7 @@ class Rows:
         self.pool = PagePool(config.pages)
         self.cache = PrefixCache(config.pages, config.page_size, behind=int(config.speculate == "mtp"))
         self.waiting: OrderedDict[int, int] = OrderedDict()  # ledger row -> generation, in the order of admission
+        self.quarantine = Quarantine(ledger)
         self.outbox: list[NDArray[np.int32]] = []  # i32[4, n]: row, generation, count, finish, for the detokenizer
         self.headroom = policy.HEADROOM_CALM
         # By ledger row, so that looking for aborts and text stops is one comparison over all rows, queued or running.
@@ -71,7 +74,7 @@ class Rows:
         """
         ledger = self.ledger
         known = self._live[row] == generation or ledger.done[row] == generation
-        if known or ledger.ready[row] != generation:
+        if known or ledger.ready[row] != generation or ledger.generation[row] != generation:
             return
         assert self._live[row] == NOT_LIVE, "a row is given out again only after it was done"
         self._live[row] = generation
@@ -81,16 +84,21 @@ class Rows:
             ledger.count[row] = 0
             ledger.finish[row] = FINISH_NONE
             ledger.draft_steps[row] = ledger.drafted[row] = ledger.accepted[row] = 0
+            ledger.scheduler_deaths[row] = ledger.gpu_deaths[row] = ledger.admitted[row] = 0
             ledger.begun[row] = generation
 
     # ------------------------------------------------------------------ running
 
     def admit(self, slot_writes_left: int) -> int:
-        """Start the request at the head of the queue and return its entry, or 0 if it has to wait."""
-        state, ledger = self.state, self.ledger
-        if not self.waiting or not state.has_free_entry:
+        """Start the request at the head of the queue and return its entry, or 0 if it has to wait.
+
+        Suspects go before the others, and each has the device for itself.
+        """
+        state, ledger, suspects = self.state, self.ledger, self.quarantine.suspects
+        if not self.waiting or not state.has_free_entry or (suspects and state.running):
             return 0
-        row, generation = next(iter(self.waiting.items()))
+        row = next(row for row in self.waiting if not suspects or row in suspects)
+        generation = self.waiting[row]
         # What the answer depends on. What the tree alone can change is how much of the prompt is found in it.
         situation = (row, generation, self.pages_available, state.running, self.headroom, self.cache.inserted)
         if situation == self._refused:  # nothing changed since: do not walk the tree again in every step
@@ -107,6 +115,9 @@ class Rows:
             self._refused = situation
             return 0
         del self.waiting[row]
+        ledger.admitted[row] = generation
+        self.quarantine.admitted(row)
+        fault("scheduler.row_admitted", lambda: (int(ledger.seed[row]),))
         self._admissions += 1
         entry = state.begin(row, generation, self._admissions)
         self._entry_of[row] = entry
@@ -166,10 +177,12 @@ class Rows:
         for offset, column in enumerate(tokens):
             some = np.flatnonzero(taken > offset) if offset else slice(None)  # every row gains at least one
             ledger.tokens[rows[some], end[some] + offset] = column[some]
+        fault("scheduler.tokens_stored")
         outputs += taken
         state.outputs[entries] = outputs
         state.counted[entries] = prompt + outputs - 1
         ledger.count[rows] = outputs
+        fault("scheduler.count_stored")
         return outputs
 
     def keep_prefix(self, entry: int) -> None:
@@ -206,8 +219,11 @@ class Rows:
                 self._release(entry)
             else:
                 del self.waiting[row]
+            self.quarantine.forget(row)
         ledger.finish[rows] = reasons
+        fault("scheduler.finish_stored")
         ledger.done[rows] = self._live[rows]
+        fault("scheduler.done_stored")
         self._live[rows] = NOT_LIVE
         self._entry_of[rows] = 0
         aborted = int(np.count_nonzero(reasons == FINISH_ABORT))
@@ -230,10 +246,39 @@ class Rows:
         row, generation = int(self.state.row[entry]), int(self.state.generation[entry])
         self._release(entry)
         self._entry_of[row] = 0
+        self.ledger.admitted[row] = 0
         self.waiting[row] = generation
         self.waiting.move_to_end(row, last=False)
         self.headroom = policy.HEADROOM_TIGHT
         self.stats.add("retractions_total")
+
+    def forget_device(self, running: Ints) -> None:
+        """Queue every row of the batch again, in the order in which they were admitted, and let go of all cached
+        prefixes: the device's memory is new. `running`: entries, i64[n], in the steps that were lost.
+        """
+        poison = self.quarantine.blame(self.ledger.gpu_deaths, self.state.row[running])
+        batch = np.flatnonzero(self.state.used)
+        for entry in batch[np.argsort(-self.state.order[batch])].tolist():
+            self._retract(entry)
+        self.pool.give(self.cache.evict(self.cache.cached))
+        self._refused = ()
+        self.stats.add("rerun_total", len(batch))
+        self.give_up(poison)
+
+    def give_up(self, poison: list[int]) -> None:
+        """End ledger rows that processes die of."""
+        if poison:
+            rows = np.array(poison)
+            generations, reasons = self._live[rows], np.full(len(rows), FINISH_ERROR)
+            self.end(rows, reasons)
+            self.report(rows, generations, self.ledger.count[rows], reasons)
+            self.stats.add("poison_total", len(rows))
+
+    def observe_progress(self, entries: Ints) -> None:
+        """`entries` that still run have had a result. A suspect that got on makes room for the next one."""
+        for row in self.quarantine.gained(self.state.row[entries]):
+            if self.quarantine.suspects:
+                self._retract(int(self._entry_of[row]))
 
     def _release(self, entry: int) -> None:
         """Free an entry and its pages at once (see above why that is right), keeping its counted pages in the cache."""

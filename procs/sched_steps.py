@@ -15,7 +15,7 @@ from procs import policy
 from procs.batch_state import BatchState, Ints
 from procs.draft_policy import DraftPolicy
 from procs.sched_rows import Rows
-from shm.ledger import FINISH_LENGTH, FINISH_STOP, Ledger
+from shm.ledger import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Ledger
 from shm.limits import STEPS_IN_FLIGHT
 from shm.records import (
     CHUNK_COUNT,
@@ -166,6 +166,22 @@ class Steps:
         rows.stats.add("surplus_tokens_total", produced - taken)
         return flight
 
+    def lose_device(self) -> None:
+        """Whatever was in the memory of the gpu process has died with it, and with it all steps in flight."""
+        state, running = self.state, set[int]()
+        for flight in self.in_flight:
+            for entries, lives in (
+                (flight.entries, flight.incarnations),
+                (flight.chunk_entries, flight.chunk_incarnations),
+            ):
+                running |= set(entries[state.incarnation[entries] == lives].tolist())
+        self.drafting.lost()
+        self.rows.forget_device(np.array(sorted(running), dtype=np.int64))
+
+    def drop(self) -> Flight:
+        """Take the oldest step in flight as one that did not run. `lose_device` has queued its rows again."""
+        return self.in_flight.popleft()
+
     def _count_drafts(self, flight: Flight, result: ResultView, counts: NDArray[np.int32]) -> None:
         """counts: tokens gained by the decode rows that still run; what others gain is nobody's."""
         stats, drafted = self.rows.stats, result.window > 1
@@ -204,6 +220,7 @@ class Steps:
             finishes[ended] = np.where(stopped[ended], FINISH_STOP, FINISH_LENGTH)
             rows.end(ledger_rows[ended], finishes[ended])
         rows.report(ledger_rows, generations, outputs, finishes)
+        rows.observe_progress(entries[finishes == FINISH_NONE])
         return int(taken.sum())
 
 

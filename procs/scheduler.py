@@ -13,7 +13,6 @@ With overlap two steps are in flight while it waits; without, one.
 
 import gc
 import time
-from collections.abc import Callable
 
 from procs.sched_audit import check_conservation
 from procs.sched_progress import ProgressOut
@@ -21,8 +20,9 @@ from procs.sched_recovery import recover
 from procs.sched_rows import Rows
 from procs.sched_steps import Steps
 from shm import child
+from shm.faults import fault
 from shm.limits import STEPS_IN_FLIGHT
-from shm.records import ResultLayout, StepLayout, progress_rows_max, read_intake
+from shm.records import RESULT_DROPPED, ResultLayout, StepLayout, progress_rows_max, read_intake
 from shm.trace import What
 
 EPOCH_STEPS = 1 << 40  # steps that one scheduler may number: those of a later one are higher, whatever this one did
@@ -47,6 +47,7 @@ class Scheduler:
         self._depth = STEPS_IN_FLIGHT if config.overlap else 1
         self._first_step = self._next_step = (stage.epoch - 1) * EPOCH_STEPS + 1
         self._audited = False
+        self._gpu_epoch = stage.control.epoch("gpu")  # whose memory the rows are in
         self.rows = Rows(config, stage.ledger, self._stats)
         self.steps = Steps(self.rows)
 
@@ -85,6 +86,7 @@ class Scheduler:
             rows, generations = read_intake(self._intake.peek().payload)
             for row, generation in zip(rows.tolist(), generations.tolist(), strict=True):
                 self.rows.enqueue(row, generation)
+            fault("scheduler.intake_taken")
             self._intake.release()
         self.rows.observe()
         if received:
@@ -95,6 +97,8 @@ class Scheduler:
     def _push(self) -> bool:
         """Plan the next step straight into the ring and publish it. False if there is nothing to run."""
         begin = time.monotonic_ns()
+        if not self.steps.in_flight:
+            self._meet_new_gpu()
         step = self._next_step
         view = self._step_views[self._queue.head % len(self._step_views)]
         flight = self.steps.plan(view, step)
@@ -102,7 +106,10 @@ class Scheduler:
         if flight is None:
             return False
         self._next_step += 1
+        view.gpu_epoch = self._gpu_epoch
+        fault("scheduler.step_planned")
         self._queue.publish(view.used_nbytes, view.kind, source_seq=step)
+        fault("scheduler.step_pushed")
         end = time.monotonic_ns()
         self._trace.span(What.PLAN, step, begin, planned)
         self._trace.span(What.PUSH, step, planned, end)
@@ -117,8 +124,11 @@ class Scheduler:
 
     def _tell(self) -> None:
         """Tell the detokenizer what rows gained or ended: tokens, count, finish and done are in the ledger by now."""
+        told = len(self.rows.outbox)
         self._progress.send(self.rows.outbox, self._next_step - 1)
         self.rows.outbox.clear()
+        if told:
+            fault("scheduler.progress_told")
 
     # ------------------------------------------------------------------ waiting
 
@@ -133,25 +143,39 @@ class Scheduler:
         if len(self.steps.in_flight) < self._depth:
             self._bell.wait(lambda: results.available() > 0 or intake.available() > 0 or progress.can_send)
         else:
-            self._wait(lambda: results.available() > 0 or progress.can_send)
+            self._bell.wait(lambda: results.available() > 0 or progress.can_send)
         end = time.monotonic_ns()
         self._stats.add("wait_ns_total", end - begin)
         self._trace.span(What.WAIT, self.steps.in_flight[0].step, begin, end)
         if results.available() == 0 or self._drop_stale():
             return
         slot = results.peek()
+        fault("scheduler.result_seen")
         expected = self._queue.head - len(self.steps.in_flight)  # place of the oldest step in flight in the step ring
         view = self._result_views[slot.seq % len(self._result_views)]
-        flight = self.steps.apply(view)
+        if slot.kind == RESULT_DROPPED:
+            self._meet_new_gpu()
+            flight = self.steps.drop()
+        else:
+            flight = self.steps.apply(view)
         assert view.step == flight.step and slot.source_seq == expected, (
             f"result of step {view.step}, record {slot.source_seq}; expected step {flight.step}, record {expected}"
         )
+        fault("scheduler.result_worked_in")
         results.release()
+        fault("scheduler.result_released")
         processed = time.monotonic_ns()
         self._trace.span(What.PROCESS, flight.step, end, processed)
         self._stats.add("process_ns_total", processed - end)
         self._stats.observe("process_s", (processed - end) * 1e-9)
         self._export()
+
+    def _meet_new_gpu(self) -> None:
+        """Let all rows begin anew, from the ledger, if the gpu process is another one than before."""
+        epoch = self._stage.control.epoch("gpu")
+        if epoch != self._gpu_epoch:
+            self._gpu_epoch = epoch
+            self.steps.lose_device()
 
     def _drop_stale(self) -> bool:
         """Drop the oldest result if a scheduler that died had queued its step: the rows in it were queued again."""
@@ -191,10 +215,6 @@ class Scheduler:
             self._bell.wait(lambda: self._progress.can_send)
             self._stage.beat()
             self._tell()
-
-    def _wait(self, ready: Callable[[], bool]) -> None:
-        while not self._bell.wait(ready):
-            self._stage.beat()
 
     def _export(self) -> None:
         rows, stats = self.rows, self._stats

@@ -35,6 +35,7 @@ class StageProcess:
         self.spec = spec
         self.stage = spec.stage
         self.is_ready = False
+        self.ready_s = 0.0  # since when
         self.last_words = ""
         self.error = ""
         self.exited = False
@@ -79,7 +80,8 @@ class StageProcess:
         *lines, self._unread = self._unread.split(b"\n")
         said = [Said(**orjson.loads(line)) for line in lines]
         for event, text in said:
-            self.is_ready |= event == "ready"
+            if event == "ready":
+                self.is_ready, self.ready_s = True, time.monotonic()
             self.last_words = text or self.last_words
             self.error = text if event == "error" and not self.error else self.error
         return said

@@ -5,7 +5,8 @@ never returns while anything that it started is alive. Its signal handlers only 
 
     STARTING --all ready--> READY --SIGTERM, SIGINT--> DRAINING --no open rows--> stopped in reverse: exit 0
         drained too slowly: FAILED, the clients are told, the rest is killed: exit 0
-        any stage ends by itself, with whatever status: FAILED, the clients are told, the rest is killed: exit 1
+        a stage ends by itself, with whatever status, or hangs: it alone is started again, in a new epoch
+        it cannot start at all, or dies too often in a row: FAILED, the clients are told, the rest is killed: exit 1
         a second signal, not in the same breath: everything is killed at once: exit 128 + its number
 """
 
@@ -16,16 +17,19 @@ import selectors
 import signal
 import socket
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from functools import partial
 from typing import Protocol
 
 from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
 from procs.log_line import LogLine
+from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, Pulse, look_at
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import StageProcess
 from shm.config import ServerConfig
-from shm.control import DRAINING, READY
+from shm.control import DRAINING, READY, STARTING
+from shm.faults import fault
 from shm.trace import What
 
 TELL_CLIENTS_SECONDS = 1.0  # after a death, for the frontend to send its error events and end
@@ -89,6 +93,11 @@ class Supervisor:
         self._specs = specs
         self._environ = os.environ if environ is None else environ
         self._children: list[StageProcess] = []
+        self._deaths = {spec.stage: Deaths(spec) for spec in specs}
+        self._obituaries = Obituaries(self._counter)
+        self._due_s: dict[str, float] = {}  # stages that wait for their next start, and until when
+        self._pulses: dict[str, Pulse] = {}
+        self._looked_s = 0.0  # at them
         self._signals = SignalPipe()
         self._stopping = False
         self.interrupted_by = 0
@@ -119,6 +128,7 @@ class Supervisor:
                 finally:
                     self._bury()
         finally:
+            self._note(self._obituaries.rest())
             self._memory.close()
         if failure is not None:
             self._report.failed(str(failure))
@@ -133,35 +143,38 @@ class Supervisor:
         begin_ns = time.monotonic_ns()
         control.set_epoch("supervisor", 1)
         control.set_pid("supervisor", os.getpid())
+        control.set_serves("supervisor", 1)
         for spec in self._specs:
-            self._start(spec)
-        self._until(lambda: self._stopping or all(child.is_ready for child in self._children), self._check_deadlines)
+            self._children.append(self._start(spec))
+        self._until(lambda: self._stopping or all(child.is_ready for child in self._children), self._look_after)
         if not self._stopping:
             control.state = READY
             self._memory.kick_all()
             self._memory.trace.writer("supervisor").span(What.START, 0, begin_ns, time.monotonic_ns())
             self._report.ready()
-            self._until(lambda: self._stopping, self._log)
+            self._until(lambda: self._stopping, lambda: _soonest(self._log(), self._look_after()))
             if not self._drain():
                 return  # the clients were told, and nothing is left to be finished: the burial kills, hung or not
         for child in reversed(self._children):
             self._stop(child)
 
-    def _start(self, spec: ChildSpec) -> None:
+    def _start(self, spec: ChildSpec) -> StageProcess:
         control = self._memory.control
         control.set_epoch(spec.stage, control.epoch(spec.stage) + 1)
         env = child_environment(spec, self._config, self._environ)
         child = StageProcess(spec, self._memory, env, self._listener.fileno())
-        self._children.append(child)
         control.set_pid(spec.stage, child.pid)
+        self._pulses[spec.stage] = Pulse(partial(look_at, child.pid))
         self._selector.register(child.ready_fd, selectors.EVENT_READ, lambda: self._hear(child))
         self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._died(child))
+        return child
 
     def _until(self, condition: Callable[[], bool], look: Callable[[], float | None] = lambda: None) -> None:
         """Handle what comes until `condition()`. `look` is called every turn; it returns the seconds to the next."""
         while not condition():
             for key, _ in self._selector.select(look()):
-                key.data()
+                if self._selector.get_map().get(key.fd) is key:  # not forgotten because of one before it
+                    key.data()
 
     def _take_signals(self) -> None:
         for caught in self._signals.take():
@@ -176,29 +189,96 @@ class Supervisor:
         for event, text in child.listen():
             if event == "error":
                 child.wait_exit(LAST_WORDS_SECONDS)  # it may be printing where it happened
-                raise self._failure(child, text)
+                self._lost(child, text)
+                return
             if event == "progress":
                 self._report.progress(child.stage, text)
+            if event == "ready":
+                self._serves(child)
         if child.silent:
             self._selector.unregister(child.ready_fd)
 
     def _died(self, child: StageProcess) -> None:
         assert child.wait_exit(0)
-        raise self._failure(child, child.how_it_ended())
+        self._forget(child)
+        self._lost(child, child.how_it_ended())
 
-    def _failure(self, child: StageProcess, reason: str) -> StageFailed:
+    def _forget(self, child: StageProcess) -> None:
+        """Watch it no more."""
+        for fd in (child.ready_fd, child.pidfd):
+            if fd in self._selector.get_map():
+                self._selector.unregister(fd)
+
+    def _lost(self, child: StageProcess, reason: str) -> None:
+        """A stage is dead, or has to be: bury it, and have it started again. Raises StageFailed where that is no use:
+        for what it says itself before the server is ready, and for deaths that are too many.
+        """
         self._stats.add("deaths_total")
-        return StageFailed(child.stage, reason)
+        self._forget(child)
+        child.reap()
+        stage, now_s = child.stage, time.monotonic()
+        self._memory.control.died(stage, reason)
+        fault("supervisor.stage_buried")
+        if child.error and self._memory.control.state == STARTING:
+            raise StageFailed(stage, reason)
+        deaths = self._deaths[stage]
+        delay_s = deaths.died(now_s, now_s - child.ready_s if child.is_ready else 0.0)
+        if delay_s is None:
+            raise StageFailed(stage, f"{reason}; it has died too often, {deaths.in_a_row} times in a row")
+        self._note(self._obituaries.died(stage, reason, now_s))
+        self._due_s[stage] = now_s + delay_s
 
-    def _check_deadlines(self) -> float | None:
-        """Return the seconds until the next stage that is starting runs out of time. Raises StageFailed if one has."""
+    def _restart(self, stage: str) -> None:
+        del self._due_s[stage]
+        place = next(i for i, child in enumerate(self._children) if child.stage == stage)
+        self._stats.add("restarts_total")
+        control = self._memory.control
+        control.set_restarts(stage, control.restarts(stage) + 1)
+        self._children[place] = self._start(self._children[place].spec)
+        fault("supervisor.stage_started")
+        self._memory.kick_all()  # whoever heard the one that died looks at the epoch, and hears it no more
+
+    def _serves(self, child: StageProcess) -> None:
+        """It is ready, perhaps again: then whoever has to know of it looks at its epoch."""
+        control = self._memory.control
+        epoch = control.epoch(child.stage)
+        control.set_serves(child.stage, epoch)
+        self._obituaries.is_back(child.stage, epoch, time.monotonic())
+        if epoch > 1:
+            self._memory.kick_all()
+
+    def _look_after(self) -> float:
+        """Start what is due, find who hangs. Return the seconds until the next look. May raise StageFailed."""
         now_s = time.monotonic()
-        starting = [child for child in self._children if not child.is_ready]
-        for child in starting:
-            if now_s - child.started_s > child.spec.ready_seconds:
+        for stage in [stage for stage, due_s in self._due_s.items() if due_s <= now_s]:
+            self._restart(stage)
+        for child in self._children:
+            if not child.is_ready and not child.exited and now_s - child.started_s > child.spec.ready_seconds:
                 busy = f"; the last it said was: {child.last_words}" if child.last_words else ""
-                raise self._failure(child, f"not ready after {child.spec.ready_seconds:g} s{busy}")
-        return min((child.started_s + child.spec.ready_seconds - now_s for child in starting), default=None)
+                raise StageFailed(child.stage, f"not ready after {child.spec.ready_seconds:g} s{busy}")
+        if now_s - self._looked_s >= LOOK_SECONDS:
+            self._looked_s = now_s
+            self._feel_pulses(now_s)
+            self._note(self._obituaries.due(now_s))
+        return max(0.0, min(self._looked_s + LOOK_SECONDS, *self._due_s.values(), now_s + LOOK_SECONDS) - now_s)
+
+    def _feel_pulses(self, now_s: float) -> None:
+        control = self._memory.control
+        for child in list(self._children):
+            if child.exited:
+                continue
+            beat_ns = control.heartbeat_ns(child.stage) if child.is_ready else 0  # it may be its predecessor's
+            reason = self._pulses[child.stage].hangs(now_s, beat_ns)
+            if reason is not None:
+                self._stats.add("hangs_total")
+                self._lost(child, reason)
+
+    def _note(self, lines: Iterable[str]) -> None:
+        for line in lines:
+            self._report.note(line)
+
+    def _counter(self, stage: str, name: str) -> int:
+        return int(self._memory.stats.read_stage(stage)[name])  # type: ignore[arg-type]
 
     def _log(self) -> float | None:
         """Say what the server does, once per interval; return the seconds to the next time."""
@@ -231,7 +311,7 @@ class Supervisor:
             empty_looks = 0 if self._open_rows() else empty_looks + 1
             return empty_looks > 2 or time.monotonic() >= deadline_s
 
-        self._until(finished, lambda: LOOK_AGAIN_SECONDS)
+        self._until(finished, lambda: _soonest(LOOK_AGAIN_SECONDS, self._look_after()))
         if open_rows := self._open_rows():
             self._report.note(f"{open_rows} requests were not finished after {seconds:g} s")
             self._forget_all()
@@ -278,3 +358,7 @@ class Supervisor:
             child.kill()
         for child in self._children:
             child.reap()
+
+
+def _soonest(*seconds: float | None) -> float | None:
+    return min((s for s in seconds if s is not None), default=None)

@@ -39,6 +39,7 @@ from procs.tokenizer_files import load_chat_template, load_special_tokens, load_
 from shm import child
 from shm.channel import Receiver, Sender
 from shm.config import ServerConfig
+from shm.faults import fault
 from shm.ledger import Ledger
 from shm.limits import INTAKE_ROWS_MAX, MAX_STOP_TOKEN_IDS, WAIT_MS_MAX
 from shm.records import intake_record
@@ -97,6 +98,7 @@ class TokenizerStage:
             "tokenize": self._tokenize,
             "detokenize": self._detokenize,
             "cancel": self._cancel,
+            "leave": self._leave,
         }
 
     def take(self, messages: Sequence[Message]) -> None:
@@ -136,7 +138,8 @@ class TokenizerStage:
 
     def _generate(self, message: Message) -> Work | None:
         row, generation, kind, params = message["row"], message["gen"], message["kind"], message["params"]
-        if self._left(row, generation):
+        fault("tokenizer.row_taken", lambda: (params.get("seed"),))
+        if self._is_known(row, generation) or self._left(row, generation):
             return None
         param = "messages" if kind == "chat" else "prompt"
         request = Request(
@@ -155,6 +158,25 @@ class TokenizerStage:
         text = self._text(message, True)
         self._encoder.check_length(text, self._config.max_len, param)
         return Work(text, kind == "text", then)
+
+    def _is_known(self, row: int, generation: int) -> bool:
+        """Whether a row that is sent once more is over, or is in the ledger already; then it is handed on as it is: a
+        row that is ready may be running, and is never written again.
+        """
+        ledger = self._ledger
+        if ledger.generation[row] != generation or ledger.freed[row] == generation:
+            return True
+        if ledger.ready[row] != generation:
+            return False
+        self._ready.append((row, generation, int(ledger.prompt_len[row])))
+        return True
+
+    def _leave(self, message: Message) -> None:
+        """A row whose frontend has died: nobody will send its prompt again."""
+        row, generation = message["row"], message["gen"]
+        if not self._is_known(row, generation):
+            left = self._left(row, generation)
+            assert left, "whoever says so has set the row's abort flag before"
 
     def _tokenize(self, message: Message) -> Work | None:
         chat = message.get("messages") is not None
@@ -185,7 +207,7 @@ class TokenizerStage:
         return self._template.render(messages, add_generation_prompt)
 
     def _finish(self, message: Message, request: Request, ids: list[int]) -> None:
-        if self._left(request.row, request.generation):
+        if self._is_known(request.row, request.generation) or self._left(request.row, request.generation):
             return
         max_len = self._config.max_len
         try:
@@ -199,10 +221,11 @@ class TokenizerStage:
 
     def _left(self, row: int, generation: int) -> bool:
         """Whether the client is gone; then the row goes on without a prompt, for the scheduler to end it."""
-        if int(self._ledger.abort[row]) != generation:
+        ledger = self._ledger
+        if int(ledger.abort[row]) != generation:
             return False
-        self._ledger.prompt_len[row] = 0
-        self._ledger.ready[row] = generation  # LAST
+        ledger.prompt_len[row] = 0
+        ledger.ready[row] = generation  # LAST
         self._ready.append((row, generation, 0))
         return True
 
@@ -220,7 +243,9 @@ class TokenizerStage:
         ledger.ignore_eos[row] = sampling.ignore_eos
         ledger.stop_ids[row] = [*stop_ids, *[-1] * (MAX_STOP_TOKEN_IDS - len(stop_ids))]
         ledger.write_stop_strings(row, list(request.stops.strings))
+        fault("tokenizer.planes_written")
         ledger.ready[row] = request.generation  # LAST
+        fault("tokenizer.row_ready")
         self._ready.append((row, request.generation, len(ids)))
 
     def _push(self) -> None:
@@ -231,8 +256,10 @@ class TokenizerStage:
                 return
             rows, generations, prompt_lens = zip(*group, strict=True)
             self._intake.push(intake_record(rows, generations))
+            fault("tokenizer.intake_told")
             for row, generation, prompt_len in group:
                 self._frontend.send({"ev": "accepted", "row": row, "gen": generation, "prompt_tokens": prompt_len})
+            fault("tokenizer.accepted_told")
             self._stats.add("accepted_total", len(group))
             self._stats.add("prompt_tokens_total", sum(prompt_lens))
             del self._ready[: len(group)]
@@ -275,11 +302,13 @@ def main() -> None:
             return False
 
         receiver = Receiver.bind(stage.channels["tokenizer"])
+        frontend = Sender(zmq.Context.instance(), stage.channels["frontend"])
+        frontend.mark = {"epoch": stage.epoch}  # the frontend hears the living only
         handler = TokenizerStage(
             stage.config,
             stage.ledger,
             stage.ring_producer("intake"),
-            Sender(zmq.Context.instance(), stage.channels["frontend"]),
+            frontend,
             PromptEncoder(tokenizer, bell.kick),
             template,
             stage.stats_writer(),

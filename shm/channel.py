@@ -29,7 +29,7 @@ class Sender:
 
     Messages to a receiver that is not there yet are kept until it is. One that dies takes messages with it: those that
     it had not read, and those sent before the end of the connection was noticed; nobody is told. Later ones are kept
-    for the receiver that takes its place.
+    for the receiver that takes its place. So the receiver has to know whom it hears: `mark` travels with every message.
     """
 
     def __init__(self, ctx: zmq.Context[Any], address: str) -> None:
@@ -39,10 +39,11 @@ class Sender:
         self._socket.set(zmq.LINGER, 0)
         self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
         self._socket.connect(address)
+        self.mark: dict[str, int] = {}  # by whom a message is, and to whom: epochs of the two stages
 
     def send(self, message: dict[str, Any]) -> None:
         """Send an object that JSON can express. Returns at once; that it arrives is not certain (see above)."""
-        self._socket.send(orjson.dumps(message), zmq.DONTWAIT)
+        self._socket.send(orjson.dumps({**message, **self.mark}), zmq.DONTWAIT)
 
     def close(self) -> None:
         self._socket.close()

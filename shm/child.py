@@ -27,6 +27,7 @@ import setproctitle
 
 from shm.config import ServerConfig
 from shm.control import STAGES, Control
+from shm.faults import FAULTS
 from shm.ledger import Ledger
 from shm.records import RingSpec, ring_specs
 from shm.ring import Ring, RingConsumer, RingProducer
@@ -165,6 +166,7 @@ def boot(argv: Sequence[str] | None = None) -> Child:
     sys.excepthook = _excepthook(record.ready_fd)
     threading.excepthook = _thread_excepthook(record.ready_fd)
     assert record.stage in STAGES, record.stage
+    FAULTS.epoch = record.epoch
     for fd in record.fds:
         os.set_inheritable(fd, False)  # a process that the stage starts gets none of them
     _die_with(record.supervisor_pid)

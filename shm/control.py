@@ -32,10 +32,16 @@ _STATE, _FAILURE_BYTES = 8, 9
 _FAILURE_TEXT = 128  # bytes; FAILURE_BYTES_MAX long
 # Two lines for every stage, behind the header
 _STAGE_WORDS = 2 * _LINE_WORDS
-_EPOCH, _PID, _RESTARTS = 0, 1, 2  # writer: supervisor
-_WAITING, _HEARTBEAT_NS = _LINE_WORDS, _LINE_WORDS + 1  # writer: the stage
+_EPOCH, _PID, _RESTARTS, _SERVES, _DEATHS = range(5)  # writer: supervisor
+_WAITING, _HEARTBEAT_NS, _HEARS = _LINE_WORDS, _LINE_WORDS + 1, _LINE_WORDS + 2  # writer: the stage
 _BASE = HEADER_BYTES // 8
-_SCHEMA = schema_hash(f"{STAGES} {_STATE} {_FAILURE_BYTES} {_FAILURE_TEXT} {_STAGE_WORDS} {_WAITING} {_HEARTBEAT_NS}")
+# Behind the stages' lines: why each of them died, twice, so that the newest text stands still while another is written.
+_REASONS = HEADER_BYTES + len(STAGES) * _STAGE_WORDS * 8
+_REASON_BYTES = 4 * CACHE_LINE_BYTES  # zero behind the text
+_SCHEMA = schema_hash(
+    f"{STAGES} {_STATE} {_FAILURE_BYTES} {_FAILURE_TEXT} {_STAGE_WORDS} {_WAITING} {_HEARTBEAT_NS} {_HEARS} "
+    f"{_DEATHS} {_REASON_BYTES}"
+)
 
 assert _FAILURE_TEXT + FAILURE_BYTES_MAX <= HEADER_BYTES
 
@@ -53,7 +59,7 @@ class Control:
 
     @staticmethod
     def size() -> int:
-        return HEADER_BYTES + len(STAGES) * _STAGE_WORDS * 8
+        return _REASONS + len(STAGES) * 2 * _REASON_BYTES
 
     @property
     def state(self) -> ServerState:
@@ -88,6 +94,41 @@ class Control:
     def restarts(self, stage: str) -> int:
         return self.words[_word(stage, _RESTARTS)]
 
+    def serves(self, stage: str) -> int:
+        """The epoch in which the stage was last ready; below `epoch` while it is down or starting."""
+        return self.words[_word(stage, _SERVES)]
+
+    def deaths(self, stage: str) -> int:
+        """How often the stage has died, or was killed because it hung."""
+        return self.words[_word(stage, _DEATHS)]
+
+    def last_reason(self, stage: str) -> str:
+        """Why the stage died last; empty if it never has."""
+        deaths = self.deaths(stage)
+        if not deaths:
+            return ""
+        at = _reason_at(stage, deaths)
+        return bytes(self.segment.buf[at : at + _REASON_BYTES]).rstrip(b"\0").decode("utf-8", "ignore")
+
+    def died(self, stage: str, reason: str) -> None:
+        """The stage is dead: store why, then that it is. Writer: supervisor."""
+        deaths = self.deaths(stage) + 1
+        at = _reason_at(stage, deaths)
+        raw = reason.encode("utf-8", "replace")[:_REASON_BYTES]
+        self.segment.buf[at : at + _REASON_BYTES] = raw.ljust(_REASON_BYTES, b"\0")
+        self.words[_word(stage, _PID)] = 0
+        self.words[_word(stage, _DEATHS)] = deaths
+
+    def stage_state(self, stage: str) -> str:
+        """What the stage does, in a word: "serving", "starting", or "down" while nothing runs."""
+        if not self.pid(stage):
+            return "down"
+        return "serving" if self.serves(stage) == self.epoch(stage) else "starting"
+
+    def hears(self, stage: str) -> int:
+        """The epoch of the detokenizer whose items the stage takes; older ones it drops, unread."""
+        return self.words[_word(stage, _HEARS)]
+
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Writer: supervisor."""
         self.words[_word(stage, _EPOCH)] = epoch
@@ -99,6 +140,14 @@ class Control:
     def set_restarts(self, stage: str, restarts: int) -> None:
         """Writer: supervisor."""
         self.words[_word(stage, _RESTARTS)] = restarts
+
+    def set_serves(self, stage: str, epoch: int) -> None:
+        """Writer: supervisor."""
+        self.words[_word(stage, _SERVES)] = epoch
+
+    def set_hears(self, stage: str, epoch: int) -> None:
+        """Writer: the stage."""
+        self.words[_word(stage, _HEARS)] = epoch
 
     def waiting(self, stage: str) -> bool:
         return bool(self.words[_word(stage, _WAITING)])
@@ -118,3 +167,7 @@ class Control:
 
 def _word(stage: str, field: int) -> int:
     return _BASE + STAGE_INDEX[stage] * _STAGE_WORDS + field
+
+
+def _reason_at(stage: str, deaths: int) -> int:
+    return _REASONS + (2 * STAGE_INDEX[stage] + deaths % 2) * _REASON_BYTES

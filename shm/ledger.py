@@ -42,6 +42,7 @@ PLANES = (
     Plane("abort", "frontend", "i8"),  # := generation: the client is gone
     Plane("delivered", "frontend", "i4"),  # output tokens whose text was handed to the client
     Plane("arrival_ns", "frontend", "i8"),  # CLOCK_MONOTONIC
+    Plane("freed", "frontend", "i8"),  # := generation: the row belongs to nobody until it has another one
     Plane("prompt_len", "tokenizer", "i4"),
     Plane("temperature", "tokenizer", "f4"),
     Plane("top_p", "tokenizer", "f4"),
@@ -59,12 +60,18 @@ PLANES = (
     Plane("draft_steps", "scheduler", "i4"),  # steps with drafts that gave the row tokens
     Plane("drafted", "scheduler", "i4"),  # tokens drafted in them
     Plane("accepted", "scheduler", "i4"),  # of those the ones that the row kept
+    Plane("scheduler_deaths", "scheduler", "i4"),  # of the scheduler, with the row in the batch and not getting on
+    Plane("gpu_deaths", "scheduler", "i4"),  # of the gpu process, with the row in the running step and not getting on
+    Plane("admitted", "scheduler", "i8"),  # := generation while the row is in the batch
     Plane("begun", "scheduler", "i8"),  # := generation when the planes above were reset for it
     Plane("done", "scheduler", "i8"),  # := generation, LAST: the scheduler never touches the row again
     # Output tokens, the one that completed a stop string included. No stage reads it: the row's end, for whoever has to
     # find it in the ledger alone.
     Plane("text_stop_count", "detokenizer", "i4"),
     Plane("text_stop", "detokenizer", "i8"),  # := generation, LAST
+    Plane("in_hand", "detokenizer", "i8"),  # := generation while the row's text is made
+    Plane("text_deaths", "detokenizer", "i4"),  # of the detokenizer, with the row in hand
+    Plane("text_deaths_of", "detokenizer", "i8"),  # := generation, LAST
     # The prompt, written by the tokenizer, and behind it the output, written by the scheduler.
     Plane("tokens", "tokenizer [:prompt_len], scheduler [prompt_len:]", "i4", 0),
 )
@@ -77,6 +84,7 @@ class Ledger:
     abort: npt.NDArray[np.int64]
     delivered: npt.NDArray[np.int32]
     arrival_ns: npt.NDArray[np.int64]
+    freed: npt.NDArray[np.int64]
     prompt_len: npt.NDArray[np.int32]
     temperature: npt.NDArray[np.float32]
     top_p: npt.NDArray[np.float32]
@@ -94,10 +102,16 @@ class Ledger:
     draft_steps: npt.NDArray[np.int32]
     drafted: npt.NDArray[np.int32]
     accepted: npt.NDArray[np.int32]
+    scheduler_deaths: npt.NDArray[np.int32]
+    gpu_deaths: npt.NDArray[np.int32]
+    admitted: npt.NDArray[np.int64]
     begun: npt.NDArray[np.int64]
     done: npt.NDArray[np.int64]
     text_stop_count: npt.NDArray[np.int32]
     text_stop: npt.NDArray[np.int64]
+    in_hand: npt.NDArray[np.int64]
+    text_deaths: npt.NDArray[np.int32]
+    text_deaths_of: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int32]
 
     def __init__(self, segment: Segment, rows: int, max_len: int) -> None:

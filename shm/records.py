@@ -26,6 +26,8 @@ Int32Array = npt.NDArray[np.int32]
 
 # Kinds of step
 STEP_DECODE, STEP_MIXED = 0, 1
+# Kinds of result: of a step that ran, or of one that was meant for the memory of an earlier gpu process and did not
+RESULT_RAN, RESULT_DROPPED = 0, 1
 # Planes of StepView.chunks
 CHUNK_ENTRY, CHUNK_ROW, CHUNK_START, CHUNK_COUNT, CHUNK_LAST, CHUNK_SPARE = range(6)
 CHUNK_PLANES = 6
@@ -45,13 +47,13 @@ SLOT_PLANES = 3
 SAMPLING_PLANES = 7
 
 HEADER_INTS = 16
-_KIND, _N_DECODE, _N_CHUNKS, _N_SLOT_WRITES, _N_SAMPLING, _STEP_LO, _STEP_HI, _DRAFTS = range(8)
+_KIND, _N_DECODE, _N_CHUNKS, _N_SLOT_WRITES, _N_SAMPLING, _STEP_LO, _STEP_HI, _DRAFTS, _GPU_EPOCH = range(9)
 _N_ROWS, _WINDOW, _BEGIN_LO, _BEGIN_HI, _END_LO, _END_HI, _RESULT_STEP_LO, _RESULT_STEP_HI, RESULT_FAULT = range(9)
 
 INTAKE_PLANES = 2  # row, generation
 PROGRESS_PLANES = 4  # row, generation, count, finish
 
-assert max(_DRAFTS, RESULT_FAULT) < HEADER_INTS
+assert max(_GPU_EPOCH, RESULT_FAULT) < HEADER_INTS
 assert np.dtype(np.int32).itemsize == np.dtype(np.float32).itemsize == 4
 
 
@@ -108,6 +110,7 @@ class StepView(_Header):
     n_sampling: int = _int(_N_SAMPLING, "sampling-table writes")
     step: int = _u64(_STEP_LO, "number of the step")
     drafts: int = _int(_DRAFTS, "tokens that are drafted behind the newest one of each decode row")
+    gpu_epoch: int = _int(_GPU_EPOCH, "epoch of the gpu process whose memory the step builds upon")
 
     def __init__(self, layout: StepLayout, payload: Int32Array) -> None:
         super().__init__(payload[:HEADER_INTS])

@@ -93,7 +93,7 @@ class LiveServer:
                 found[name] = float(value)
         return found
 
-    def wait_idle(self, seconds: float = 10.0) -> dict[str, float]:
+    def wait_idle(self, seconds: float = 60.0) -> dict[str, float]:
         """Metrics once nothing runs or waits; fails if that is not so within `seconds`."""
         end = time.monotonic() + seconds
         while True:

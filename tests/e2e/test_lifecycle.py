@@ -26,6 +26,7 @@ from tests.e2e.live_server import (
     sse_events,
     wait_ready,
 )
+from tests.e2e.stories import exhaust
 from tests.model_factory import TinyLlama
 
 pytestmark = pytest.mark.model
@@ -154,7 +155,7 @@ def test_drain_deadline_and_second_sigterm() -> None:
     nothing_left(pids, server)
 
 
-def test_death_tells_queued_and_whole_answers_too() -> None:
+def test_deaths_past_the_budget_tell_queued_and_whole_answers_too() -> None:
     server = wait_ready(spawn("--max-len", "4096", "--max-running", "2"))
     streams = Streams(server, 2, 4000)
     streams.wait_running()
@@ -167,7 +168,7 @@ def test_death_tells_queued_and_whole_answers_too() -> None:
     while server.metrics()["stepahead_queued_requests"] < 3:
         assert time.monotonic() < end
         time.sleep(0.02)
-    os.kill(process_titles(server.process.pid)["gpu"], signal.SIGKILL)
+    exhaust(server, "gpu")
     assert server.process.wait(10) == 1
     for thread in waiting:
         thread.join(10)
@@ -177,14 +178,12 @@ def test_death_tells_queued_and_whole_answers_too() -> None:
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_death_of_a_stage_tells_every_client(stage: str) -> None:
+def test_deaths_past_the_budget_tell_every_client(stage: str) -> None:
     server = wait_ready(spawn("--max-len", "4096"))
     pids = descendants(server.process.pid)
     streams = Streams(server, 4, 4000)
     streams.wait_running()
-    victim = process_titles(server.process.pid)[stage]
-    t = time.monotonic()
-    os.kill(victim, signal.SIGKILL)
+    t = exhaust(server, stage)
     code = server.process.wait(10)
     END_SECONDS.append(time.monotonic() - t)
     assert code not in (0, -signal.SIGKILL), code
@@ -199,7 +198,7 @@ def test_death_of_a_stage_tells_every_client(stage: str) -> None:
 
 
 def test_after_a_death_the_server_ends_within_two_seconds() -> None:
-    """The median over the deaths above: a machine that is busy elsewhere may hold up a single one."""
+    """From the last death. The median over those above: a machine that is busy elsewhere may hold up a single one."""
     print("seconds from a death to the end of the server:", [round(s, 2) for s in END_SECONDS])
     assert len(END_SECONDS) == len(STAGES)
     assert statistics.median(END_SECONDS) < 2.0

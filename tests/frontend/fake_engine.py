@@ -58,6 +58,7 @@ class FakeEngine(threading.Thread):
         self.context: zmq.Context[Any] = zmq.Context()
         self.receiver = Receiver.bind(tokenizer, self.context)
         self.sender = Sender(self.context, frontend)
+        self.sender.mark = {"epoch": 0, "to": 1}  # see LiveFrontend: nobody has ever been started, but the frontend
         self.gate = threading.Event()
         self.gate.set()
         self.release_gate = threading.Event()

@@ -10,9 +10,11 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from frontend.errors import ApiError
+from frontend.metrics import Exposition
 from frontend.rows import Exchange
 from frontend.schema import Work
 from frontend.shapes import usage_of
+from shm.control import STAGES
 from tests.frontend.loose_engine import LooseEngine
 
 
@@ -133,6 +135,41 @@ def test_a_late_message_of_an_earlier_generation_is_dropped() -> None:
     engine.text((row, gen, 1, 2, "late", None, False))
     engine.receive([{"ev": "rejected", "row": row, "gen": gen, "status": 400, "message": "late"}])
     assert second.text == [] and not second.released
+
+
+def test_a_new_frontend_ends_and_frees_the_rows_of_the_dead_one() -> None:
+    dead = LooseEngine(max_running=2, max_queued=2)
+    for _ in range(3):
+        dead.open(work())
+    (ready, gen), waiting = dead.accept(0), dead.sent[1]["row"]
+    dead.text((ready, gen, 0, 2, "AB", None, False))
+    over = dead.accept(2)[0]
+    dead.text((over, 1, 0, 1, "x", "stop", True))
+    engine = LooseEngine(before=dead, max_running=2, max_queued=2)
+    assert engine.figures()["open_rows"] == engine.figures()["adopted_total"] == 2 and engine.rings == 1
+    assert engine.ledger.abort[[ready, waiting]].tolist() == [gen, 1] and engine.ledger.abort[over] == 0
+    assert engine.sent == [{"op": "leave", "row": row, "gen": 1} for row in sorted((ready, waiting))]
+    fresh = {engine.open(work()).rows[0].number for _ in range(2)}
+    assert fresh.isdisjoint({ready, waiting})
+    engine.text((ready, gen, 2, 3, "C", "abort", True))
+    engine.text((waiting, 1, 0, 0, "", "abort", True))
+    assert {engine.open(work()).rows[0].number for _ in range(2)} == {ready, waiting}
+
+
+def test_every_process_is_named_with_what_it_does() -> None:
+    engine = LooseEngine()
+    for stage in STAGES:
+        engine.state.set_epoch(stage, 1)
+        engine.state.set_pid(stage, 9)
+        engine.state.set_serves(stage, 1)
+    assert engine.whole
+    engine.state.died("gpu", "killed by SIGKILL")
+    assert not engine.whole and engine.refusal is None, "requests are taken, and wait"
+    assert engine.stages["gpu"] == {"state": "down", "epoch": 1, "restarts": 0, "last_reason": "killed by SIGKILL"}
+    assert engine.stages["scheduler"] == {"state": "serving", "epoch": 1, "restarts": 0, "last_reason": None}
+    lines = Exposition(engine.stats, engine.state).text().decode().splitlines()
+    assert 'stepahead_stage_up{stage="gpu"} 0.0' in lines and 'stepahead_stage_up{stage="frontend"} 1.0' in lines
+    assert 'stepahead_stage_last_death{reason="killed by SIGKILL",stage="gpu"} 1.0' in lines
 
 
 class Rows(RuleBasedStateMachine):

@@ -17,11 +17,13 @@ from shm.control import DRAINING, FAILED, READY
 
 def wait_for(c: Child, *states: int) -> None:
     while c.control.state not in states and not c.stopping:
+        c.beat()
         c.own_doorbell.wait(lambda: c.control.state in states or c.stopping)
 
 
 def serve(c: Child) -> None:
     while not c.stopping:
+        c.beat()
         c.own_doorbell.wait(lambda: c.stopping)
 
 
@@ -33,6 +35,7 @@ def frontend(c: Child, rows: int, drain_s: float) -> None:
     wait_for(c, DRAINING, FAILED)
     end_s = time.monotonic() + drain_s
     while not c.stopping and c.control.state != FAILED:
+        c.beat()
         if time.monotonic() >= end_s:
             stats.set("open_rows", 0)
         c.own_doorbell.wait(lambda: c.stopping or c.control.state == FAILED, timeout_ms=10)
@@ -50,6 +53,8 @@ def misbehave(c: Child, how: str) -> None:
     if how == "crash in a thread":
         threading.Thread(target=lambda: 1 // 0).start()
         time.sleep(60)
+    if how == "sleep":
+        time.sleep(60)
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "user's fault":
@@ -62,6 +67,8 @@ def main() -> None:
     if how == "dead before boot":
         sys.exit(7)
     with child.start() as c:
+        if how.startswith("once: "):
+            how = how.removeprefix("once: ") if c.epoch == 1 else "serve"
         if how.startswith("frontend"):
             _, rows, drain_s = how.split()
             frontend(c, int(rows), float(drain_s))

@@ -20,7 +20,7 @@ from procs.executor import Executor
 from shm.control import Control
 from shm.doorbell import Doorbell
 from shm.limits import RESULT_RING_SLOTS, STEP_RING_SLOTS
-from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout, ring_specs
+from shm.records import RESULT_DROPPED, RESULT_RAN, STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout, ring_specs
 from shm.ring import Ring
 from shm.segment import Segment
 from shm.stats import Stats
@@ -58,6 +58,7 @@ class Rig:
         self.error: BaseException | None = None
         self.beats = 0
         self.thread: threading.Thread | None = None
+        self.epoch = 0
         self.start()
 
     def start(self) -> None:
@@ -74,6 +75,7 @@ class Rig:
             (self.rings["step"].attach_consumer(), self.rings["result"].attach_producer()),
             self.stats.writer("gpu"),
             (self.trace.writer("gpu", 0), self.trace.writer("gpu", 1)),
+            self.epoch,
         )
 
     def serve(self) -> None:
@@ -97,9 +99,16 @@ class Rig:
             assert not self.thread.is_alive()
         self.device.close()
 
-    def push(self, decode: list[int], chunk: tuple[int, ...] | None = None, pages: list[int] | None = None) -> None:
+    def push(
+        self,
+        decode: list[int],
+        chunk: tuple[int, ...] | None = None,
+        pages: list[int] | None = None,
+        gpu_epoch: int = 0,
+    ) -> None:
         view = self.layout.view(self.steps.slot())
         view.clear()
+        view.gpu_epoch = gpu_epoch
         self.number += 1
         view.step = self.number
         view.kind = STEP_MIXED if chunk else STEP_DECODE
@@ -286,6 +295,31 @@ def test_a_new_executor_goes_on_behind_the_last_result(rig: Rig, died_after: str
     rig.serve()
     token = reference(PROMPT, 1)
     assert [rig.result(), rig.result()] == [(1, 0, token), (2, 1, token)]
+
+
+@pytest.mark.parametrize("died_after", ["publish", "release"])
+def test_steps_for_the_memory_of_an_earlier_process_are_dropped(rig: Rig, died_after: str) -> None:
+    """A new executor answers them in their turn, runs what is meant for it, and may die between any two stores too."""
+    rig.prefill()
+    rig.push([1])
+    rig.device.close()
+    rig.epoch = 2
+    rig.start()
+    if died_after == "publish":
+        rig.executor._steps.release = lambda n=1: None  # type: ignore[method-assign]
+    rig.executor.launch_next()
+    assert rig.rings["step"].tail == (0 if died_after == "publish" else 1)
+    rig.device.close()
+    rig.start()
+    rig.push([], (1, 2, 0, len(PROMPT), 1), [3, 4, 5, 6, 7, 8, 9, 10], gpu_epoch=2)
+    rig.serve()
+    await_that(lambda: rig.results.available() == 3)
+    kinds = [(rig.results.peek(i).kind, rig.results.peek(i).source_seq) for i in range(3)]
+    assert kinds == [(RESULT_DROPPED, 0), (RESULT_DROPPED, 1), (RESULT_RAN, 2)]
+    for step in (1, 2):
+        assert rig.result() == (step, step - 1, [])
+    assert rig.result() == (3, 2, reference(PROMPT, 1))
+    assert rig.stats.read()["gpu"]["dropped_steps_total"] == 2
 
 
 def test_gaps_count_where_there_was_something_to_do(rig: Rig) -> None:

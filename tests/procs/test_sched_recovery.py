@@ -8,6 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from procs import sched_rows
 from procs.sched_recovery import recover
 from procs.sched_rows import Rows
 from shm.ledger import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Ledger
@@ -69,6 +70,55 @@ def test_any_death_is_survived(point: str, after: int, before: bool, lazy: str, 
             patch.undo()
             server.restart_scheduler()
             server.run()
+
+
+class Countdown:
+    """In place of `fault`: the scheduler dies at each of the given passes, one after the other."""
+
+    def __init__(self, *passes: int) -> None:
+        self.passes = list(passes)
+        self.seen = 0
+
+    def __call__(self, _name: str, _values: Any = None) -> None:
+        self.seen += 1
+        if self.passes and self.seen == self.passes[0]:
+            self.passes.pop(0)
+            self.seen = 0
+            raise Killed
+
+
+def run_with(countdown: Countdown, lazy: str, **more: Any) -> None:
+    """Serve everything, with a new scheduler whenever one dies, be it while it takes over."""
+    server = SimulatedServer(tiny_config(kv_tokens=64, max_len=24, **more), requests(), lazy)
+    again = False
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sched_rows, "fault", countdown)
+        while True:
+            try:
+                if again:
+                    server.restart_scheduler()
+                again = False
+                server.run()
+                return
+            except Killed:
+                again = True
+
+
+@pytest.mark.parametrize("more", [{}, {"window": 3}], ids=["plain", "window"])
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_a_death_behind_every_single_store(lazy: str, more: dict[str, Any]) -> None:
+    count = Countdown()
+    run_with(count, lazy, **more)
+    assert count.seen > 25
+    for at in range(1, count.seen + 1):
+        run_with(Countdown(at), lazy, **more)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 60), min_size=2, max_size=6), st.sampled_from(["0", "1", "10"]))
+def test_deaths_again_and_again(passes: list[int], lazy: str) -> None:
+    """Nobody is taken for poison as long as somebody gets on; and then only one that runs alone."""
+    run_with(Countdown(*[max(12, number) for number in passes]), lazy)
 
 
 @pytest.fixture

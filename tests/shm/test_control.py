@@ -67,3 +67,18 @@ def test_another_segment_is_refused() -> None:
     segment.format("stats", 1)
     with pytest.raises(LayoutError):
         Control(segment)
+
+
+def test_a_death_and_its_reason() -> None:
+    control = make()[0]
+    assert control.stage_state("gpu") == "down" and control.last_reason("gpu") == ""
+    control.set_epoch("gpu", 1)
+    control.set_pid("gpu", 77)
+    assert control.stage_state("gpu") == "starting"
+    control.set_serves("gpu", 1)
+    assert control.stage_state("gpu") == "serving"
+    for deaths, reason in enumerate(("killed by SIGKILL", "é" * 1000, "short"), 1):
+        control.died("gpu", reason)
+        assert control.stage_state("gpu") == "down" and control.deaths("gpu") == deaths
+        assert control.last_reason("gpu") == reason[:128]
+    assert control.last_reason("scheduler") == "" and control.last_reason("detokenizer") == ""

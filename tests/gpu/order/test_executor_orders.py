@@ -74,6 +74,7 @@ class Stages:
             (rings["step"].attach_consumer(), rings["result"].attach_producer()),
             stats.writer("gpu"),
             (trace.writer("gpu", 0), trace.writer("gpu", 1)),
+            epoch=0,
         )
         self.to_arrive = deque(sorted(asked, key=lambda request: request.arrival))
         self.step = 0

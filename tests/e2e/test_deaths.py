@@ -1,0 +1,191 @@
+"""Any stage may be killed while requests run: every answer is the one that it would have been, piece by piece."""
+
+from __future__ import annotations
+
+import re
+import signal
+import socket
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+
+from tests.e2e.live_server import LiveServer, live_server, spawn, wait_ready
+from tests.e2e.stories import (
+    STAGES,
+    Story,
+    all_at_once,
+    exhaust,
+    health,
+    kill,
+    pid_of,
+    wait_for,
+    wait_whole,
+)
+
+pytestmark = pytest.mark.model
+MODEL = "smollm2-135m-instruct"
+STABLE_SECONDS = 1.1  # a stage that has served for so long begins a new row of deaths
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[LiveServer]:
+    with live_server("--max-len", "512") as made:
+        yield made
+
+
+@pytest.fixture(scope="module")
+def wanted(server: LiveServer) -> list[Story]:
+    return all_at_once(server, MODEL).end()
+
+
+@pytest.mark.parametrize(
+    "how", [signal.SIGKILL, signal.SIGABRT, signal.SIGSEGV, signal.SIGSTOP], ids=lambda how: how.name
+)
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_death_is_a_pause(server: LiveServer, wanted: list[Story], stage: str, how: signal.Signals) -> None:
+    before = health(server)[stage]
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    kill(server, stage, how)
+    assert telling.end() == wanted
+    after = wait_whole(server)[stage]
+    assert (after["restarts"], after["epoch"]) == (before["restarts"] + 1, before["epoch"] + 1)
+    assert ("stopped" if how == signal.SIGSTOP else how.name) in after["last_reason"]
+    server.wait_idle()
+    assert all_at_once(server, MODEL).end() == wanted, "and afterwards all is as before"
+
+
+@pytest.mark.parametrize("pair", [("gpu", "scheduler"), ("scheduler", "detokenizer"), ("tokenizer", "gpu")])
+@pytest.mark.parametrize("apart_s", [0.0, 0.4])
+def test_two_stages_at_once_or_during_a_recovery(
+    server: LiveServer, wanted: list[Story], pair: tuple[str, str], apart_s: float
+) -> None:
+    time.sleep(STABLE_SECONDS)
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    for stage in pair:
+        kill(server, stage)
+        time.sleep(apart_s)
+    assert telling.end() == wanted
+    wait_whole(server)
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_a_death_during_its_own_start(server: LiveServer, wanted: list[Story], stage: str) -> None:
+    time.sleep(STABLE_SECONDS)
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    before = kill(server, stage)
+    wait_for(lambda: pid_of(server, stage) != before, "new process")
+    kill(server, stage)
+    assert telling.end() == wanted
+    wait_whole(server)
+    server.wait_idle()
+
+
+def test_health_tells_within_a_second(server: LiveServer) -> None:
+    time.sleep(STABLE_SECONDS)
+    before = wait_whole(server)["gpu"]
+    kill(server, "gpu")
+    wait_for(lambda: health(server)["gpu"]["state"] != "serving", "death in /health", 5.0)
+    assert httpx.get(server.url + "/ready").json()["status"] == "recovering"
+    metrics = httpx.get(server.url + "/metrics").text
+    assert 'stepahead_stage_up{stage="gpu"} 0.0' in metrics
+    told = health(server)["gpu"]
+    assert told["epoch"] in (before["epoch"], before["epoch"] + 1) and "SIGKILL" in told["last_reason"]
+    after = wait_whole(server)["gpu"]
+    assert after["restarts"] == before["restarts"] + 1 and after["epoch"] == before["epoch"] + 1
+    assert httpx.get(server.url + "/ready").json()["status"] == "ready"
+    metrics = httpx.get(server.url + "/metrics").text
+    assert f'stepahead_stage_restarts_total{{stage="gpu"}} {after["restarts"]}.0' in metrics
+    assert 'stepahead_stage_last_death{reason="killed by SIGKILL' in metrics
+
+
+def test_the_log_has_a_line_for_each_death(server: LiveServer) -> None:
+    time.sleep(STABLE_SECONDS)
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    before = sum(stage["restarts"] for stage in wait_whole(server).values())
+    kill(server, "gpu", signal.SIGSEGV)
+    telling.end()
+    wait_for(lambda: server.text().count("gpu died (killed by SIGSEGV), back after ") > 0, "line")
+    lines = [line for line in server.text().splitlines() if " died (" in line and "not back" not in line]
+    assert len(lines) == before + 1
+    told = r"stepahead: gpu died \(killed by SIGSEGV\), back after \d+\.\d\d s in epoch \d+; [1-8] requests were pre"
+    assert re.fullmatch(told + "filled again", lines[-1]), lines[-1]
+
+
+def test_a_frontend_that_dies_takes_its_clients_and_nobody_else(server: LiveServer, wanted: list[Story]) -> None:
+    wait_whole(server)
+    telling = all_at_once(server, MODEL, max_tokens=400)
+    telling.wait_tokens(3)
+    began = time.monotonic()
+    kill(server, "frontend")
+    port = int(server.url.rsplit(":", 1)[1])
+    for _ in range(20):  # nobody is refused
+        socket.create_connection(("127.0.0.1", port), timeout=5).close()
+        time.sleep(0.01)
+    metrics = server.metrics()
+    while metrics["stepahead_running_requests"] or metrics["stepahead_open_rows"]:
+        assert time.monotonic() - began < 60, metrics
+        time.sleep(0.02)
+        metrics = server.metrics()
+    print(f"aborted and freed {time.monotonic() - began:.2f} s after the death")
+    assert all(story.end.startswith("broken") for story in telling.end())
+    assert metrics["stepahead_frontend_adopted_total"] >= 8
+    assert all_at_once(server, MODEL).end() == wanted
+    wait_whole(server)
+
+
+def test_deaths_while_draining() -> None:
+    server = wait_ready(spawn("--max-len", "512", "--drain-seconds", "240"))
+    wanted = all_at_once(server, MODEL).end()
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    server.process.send_signal(signal.SIGTERM)
+    for stage in ("scheduler", "gpu"):
+        kill(server, stage)
+    assert telling.end() == wanted
+    assert server.process.wait(60) == 0, server.text()
+
+
+def test_deaths_during_the_start() -> None:
+    server = spawn("--max-len", "512")
+    for stage in STAGES:
+        kill(server, stage)
+    wait_ready(server)
+    assert all(story.end in ("length", "stop") for story in all_at_once(server, MODEL).end())
+    assert server.stop() == 0, server.text()
+
+
+def test_past_the_budget_every_client_is_told() -> None:
+    server = wait_ready(spawn("--max-len", "512"))
+    telling = all_at_once(server, MODEL, max_tokens=400, stop=None)
+    telling.wait_tokens(3)
+    exhaust(server, "scheduler")
+    assert server.process.wait(60) == 1, server.text()
+    assert "scheduler" in server.text().splitlines()[-1] and "times in a row" in server.text().splitlines()[-1]
+    for story in telling.end():
+        assert story.end.startswith(("event: ", "500: ")) and "scheduler" in story.end, story
+
+
+@pytest.fixture(scope="module")
+def drafting() -> Iterator[LiveServer]:
+    with live_server("--max-len", "512", "--speculate", "mtp", "--draft-when", "always") as made:
+        yield made
+
+
+@pytest.mark.parametrize("stage", ["gpu", "scheduler"])
+def test_drafts_are_as_good_after_a_death(drafting: LiveServer, wanted: list[Story], stage: str) -> None:
+    assert all_at_once(drafting, MODEL).end() == wanted
+    telling = all_at_once(drafting, MODEL)
+    telling.wait_tokens(3)
+    kill(drafting, stage)
+    assert telling.end() == wanted
+    wait_whole(drafting)
+    drafted = drafting.metrics()["stepahead_drafted_tokens_total"]
+    assert all_at_once(drafting, MODEL).end() == wanted
+    assert drafting.metrics()["stepahead_drafted_tokens_total"] > drafted

@@ -1,0 +1,133 @@
+"""Every fault point of every stage, one after the other, under requests: no token differs, whatever was stored."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from shm.faults import NAMES, VARIABLE
+from tests.e2e.live_server import descendants, live_server, spawn, wait_ready
+from tests.e2e.stories import STAGES, STREAMS, Story, Telling, body, health, wait_for, wait_whole
+from tests.model_factory import TinyLlama
+
+pytestmark = pytest.mark.model
+MODEL = "tiny"
+ACTIONS = ("crash", "exit", "raise", "stop", "abort", "segv")
+STABLE_SECONDS = 1.1  # a stage that has served for so long begins a new row of deaths
+BAD_SEED = 666
+
+
+def options(path: Path) -> list[str]:
+    return [str(path), "--served-model-name", MODEL, "--max-len", "512"]
+
+
+def requests() -> list[dict[str, Any]]:
+    return [body(i, MODEL) for i in range(STREAMS)]
+
+
+@pytest.fixture(scope="module")
+def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return TinyLlama(seed=1).write_hf(tmp_path_factory.mktemp("tiny") / "model")
+
+
+@pytest.fixture(scope="module")
+def asked(path: Path) -> Iterator[tuple[list[dict[str, Any]], list[Story]]]:
+    """The requests, one of them with a stop string that does come, and their answers without any fault."""
+    with live_server(*options(path)) as server:
+        plain = requests()
+        text = Telling(server, plain).end()[5].text
+        plain[5]["stop"] = [text[12:15]]
+        yield plain, Telling(server, plain).end()
+
+
+def points_of(stage: str) -> list[str]:
+    return [name for name in NAMES if name.startswith(stage + ".")]
+
+
+def served_s(name: str) -> float:
+    """How long a stage serves before it dies there; some places are only passed when it takes over."""
+    return 0.0 if name in ("gpu.drop_published", "detokenizer.rebuilding") else STABLE_SECONDS
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_every_point(path: Path, asked: tuple[list[dict[str, Any]], list[Story]], stage: str) -> None:
+    points = points_of(stage)
+    plans = [f"{name}={ACTIONS[i % len(ACTIONS)]}+{served_s(name)}#{i + 1}" for i, name in enumerate(points)]
+    everything, wanted = asked
+    with live_server(*options(path), env={VARIABLE: " ".join(plans)}) as server:
+        for deaths in range(1, len(points) + 1):
+            while health(server)[stage]["restarts"] < deaths:
+                assert Telling(server, everything).end() == wanted, plans[deaths - 1]
+            wait_whole(server)
+        assert Telling(server, everything).end() == wanted
+        assert {name: told["restarts"] for name, told in health(server).items() if told["restarts"]} == {
+            stage: len(points)
+        }
+        server.wait_idle()
+        assert server.metrics()["stepahead_open_rows"] == 0
+
+
+def test_every_point_of_the_frontend(path: Path, asked: tuple[list[dict[str, Any]], list[Story]]) -> None:
+    points = points_of("frontend")
+    plans = [f"{name}=crash@3+{STABLE_SECONDS}#{i + 1}" for i, name in enumerate(points)]
+    everything, wanted = asked
+    with live_server(*options(path), env={VARIABLE: " ".join(plans)}) as server:
+        for deaths in range(1, len(points) + 1):
+            while health(server)["frontend"]["restarts"] < deaths:
+                found = Telling(server, everything).end()
+                for story, right in zip(found, wanted, strict=True):
+                    assert story == right or (story.end.startswith("broken") and right.text.startswith(story.text))
+            assert wait_whole(server)["frontend"]["restarts"] == deaths
+            server.wait_idle()
+            wait_for(lambda: server.metrics()["stepahead_open_rows"] == 0, "free rows")
+        assert Telling(server, everything).end() == wanted
+
+
+@pytest.mark.parametrize("point", points_of("supervisor"))
+def test_the_supervisor_takes_everything_along(path: Path, point: str) -> None:
+    plans = f"scheduler.step_pushed=crash@5 {point}=crash"
+    server = wait_ready(spawn(*options(path), env={VARIABLE: plans}))
+    pids = descendants(server.process.pid)
+    found = Telling(server, requests()).end()
+    assert server.process.wait(60) == -signal.SIGKILL
+    assert all(story.end.startswith("broken") for story in found if story.end not in ("length", "stop"))
+    wait_for(lambda: not [pid for pid in pids if Path(f"/proc/{pid}/status").exists() and alive(pid)], "end of all")
+
+
+def alive(pid: int) -> bool:
+    """Not merely waiting for init to collect it."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+KILLERS = {
+    "tokenizer": "tokenizer.row_taken",
+    "scheduler": "scheduler.row_admitted",
+    "gpu": "gpu.step_seen",
+    "detokenizer": "detokenizer.row_in_hand",
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+@pytest.mark.parametrize("stream", [True, False])
+def test_the_request_that_kills_a_stage_is_given_up_and_the_others_go_on(
+    path: Path, asked: tuple[list[dict[str, Any]], list[Story]], stage: str, stream: bool
+) -> None:
+    everything, wanted = asked
+    bad = {**everything[0], "seed": BAD_SEED, "stream": stream}
+    with live_server(*options(path), env={VARIABLE: f"{KILLERS[stage]}=crash#*?{BAD_SEED}"}) as server:
+        *found, given_up = Telling(server, [*everything, bad]).end()
+        assert found == wanted
+        assert given_up.end.startswith(("500: ", "event: ")), given_up
+        assert f"the {stage} process died" in given_up.end
+        assert stream or given_up.end.startswith("500: ")
+        assert health(server)[stage]["restarts"] <= 3
+        server.wait_idle()
+        wait_whole(server)
+        assert Telling(server, everything).end() == wanted

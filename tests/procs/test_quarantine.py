@@ -1,0 +1,195 @@
+"""The gpu process and the scheduler die, at any step, again and again: no token differs, who kills them is found."""
+
+from __future__ import annotations
+
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from procs.sched_steps import Flight, Steps
+from shm.ledger import FINISH_ERROR, FINISH_NONE
+from shm.limits import STEPS_IN_FLIGHT
+from shm.records import StepView
+from tests.procs.simulated_device import SimulatedDevice, tiny_config
+from tests.procs.simulated_server import Request, SimulatedServer
+
+
+class Killed(Exception):
+    """The scheduler is dead."""
+
+
+class MortalServer(SimulatedServer):
+    """A server whose gpu process dies of `poison`, and when `kill_gpu` is called. Deaths are seen as the scheduler sees
+    them: steps that were not run come back as dropped, and the epoch is another one.
+    """
+
+    def __init__(self, config: Any, requests: list[Request], lazy: str, poison: tuple[int, ...] = ()) -> None:
+        super().__init__(config, requests, lazy)
+        self.poison = [requests[i] for i in poison]
+        self.epoch = self.known_epoch = 1
+        self.stamps: dict[int, int] = {}  # step -> the epoch that it was planned for
+        self.deaths = 0
+
+    def kill_gpu(self) -> None:
+        self.deaths += 1
+        self.epoch += 1
+        self.device = SimulatedDevice(self.config, self.ledger, self.salt)
+        self.results.extend([None] * len(self.queued))  # type: ignore[list-item]
+        self.queued.clear()
+
+    def restart_scheduler(self) -> None:
+        self.known_epoch = self.epoch
+        super().restart_scheduler()
+
+    def one_turn(self) -> None:
+        self._arrive_and_abort()
+        for request in self.intake:
+            self.rows.enqueue(request.row, request.generation)
+        self.intake.clear()
+        self.rows.observe()
+        self._read_progress()
+        self._check_flags()
+        in_flight = self.steps.in_flight
+        depth = STEPS_IN_FLIGHT if self.config.overlap else 1
+        if not in_flight:
+            self._meet()
+        pushed = len(in_flight) < depth and self._plan()
+        if len(in_flight) == depth or (in_flight and not pushed):
+            while not self.results:
+                self._run_step()
+            result = self.results.popleft()
+            if result is None:
+                self._meet()
+                self.steps.drop()
+            else:
+                self.steps.apply(result)
+            self._read_progress()
+        if self.known_epoch == self.epoch:
+            self._audit()
+        self.turn += 1
+
+    def _meet(self) -> None:
+        if self.known_epoch != self.epoch:
+            self.known_epoch = self.epoch
+            self.steps.lose_device()
+
+    def _plan(self) -> bool:
+        self.stamps[self.step + 1] = self.known_epoch
+        return super()._plan()
+
+    def _run_step(self, check: bool = True) -> None:
+        if self.stamps[self.queued[0][0].step] != self.epoch:
+            self.queued.popleft()
+            self.results.append(None)  # type: ignore[arg-type]
+        elif any(self._has(self.queued[0][0], self.queued[0][1], request) for request in self.poison):
+            self.kill_gpu()
+        else:
+            super()._run_step(check)
+
+    def _has(self, flight: Flight, view: StepView, request: Request) -> bool:
+        """Whether the row is in the step, in whatever capacity."""
+        if request.finish != FINISH_NONE or request.row < 0:
+            return False
+        state = self.rows.state
+        alive = state.incarnation[flight.entries] == flight.incarnations
+        rows = set(state.row[flight.entries[alive]].tolist()) | set(view.chunks[1, : view.n_chunks].tolist())
+        return request.row in rows and self.by_row.get(request.row) is request
+
+    def _check_end(self, request: Request) -> None:
+        if request not in self.poison:
+            super()._check_end(request)
+            return
+        assert request.finish == FINISH_ERROR
+        outputs, _ = request.natural_end(self.config.max_len, self.salt)
+        assert request.outputs == outputs[: request.count]
+
+
+def requests() -> list[Request]:
+    return [
+        Request([1] * 9, 7, arrival=0),
+        Request([1, 2], 12, arrival=0, seed=1, ignore_eos=False),
+        Request([2] * 5, 9, arrival=2),
+        Request([1] * 10, 9, arrival=3),
+        Request([0], 5, arrival=4, stop_ids=(7, 9, 20, 21, 22)),
+    ]
+
+
+CONFIGS = st.sampled_from([{}, {"window": 3}, {"overlap": False}])
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 2**32), st.sampled_from(["0", "1", "10"]), st.sampled_from([32, 64]), CONFIGS)
+def test_deaths_of_either_change_no_token(seed: int, lazy: str, kv_tokens: int, more: dict[str, Any]) -> None:
+    """Deaths come at any turn, but not so often that nobody ever gets on."""
+    chance = random.Random(seed)
+    server = MortalServer(tiny_config(kv_tokens=kv_tokens, max_len=24, **more), requests(), lazy)
+    last = 0
+    while any(request.finish == FINISH_NONE for request in server.requests):
+        assert server.turn < 3000
+        server.one_turn()
+        if server.turn > last + 12 and chance.random() < 0.2:
+            last = server.turn
+            for kill in chance.sample([server.kill_gpu, server.restart_scheduler], chance.randint(1, 2)):
+                kill()
+    assert server.total("poison_total") == 0
+    server.run()
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.sampled_from(["0", "1", "10"]), st.sets(st.integers(0, 4), max_size=3), CONFIGS)
+def test_who_kills_the_gpu_is_found_and_the_others_go_on(lazy: str, poison: set[int], more: dict[str, Any]) -> None:
+    server = MortalServer(tiny_config(max_len=24, **more), requests(), lazy, tuple(poison))
+    server.run()
+    assert {request.finish == FINISH_ERROR for request in server.poison} <= {True}
+    assert server.total("poison_total") == len(poison)
+    assert server.deaths <= 3 * len(poison), "two in company, one alone"
+
+
+def test_alone_two_deaths_suffice() -> None:
+    server = MortalServer(tiny_config(), [Request([1] * 9, 7)], "1", (0,))
+    server.run()
+    assert server.deaths == 2
+
+
+def test_who_breaks_decode_steps_is_found_too() -> None:
+    """A prefill gives it a token in every life: that is no progress."""
+    server = MortalServer(tiny_config(), requests(), "1", (1,))
+    plain = server._has
+
+    def decodes(flight: Flight, view: StepView, request: Request) -> bool:
+        rows = server.rows.state.row[flight.entries[: flight.decodes]]
+        return plain(flight, view, request) and request.row in rows.tolist()
+
+    server._has = decodes  # type: ignore[method-assign]
+    server.run()
+    assert server.total("poison_total") == 1 and server.deaths <= 4
+
+
+@pytest.mark.parametrize("lazy", ["0", "1"])
+def test_who_kills_the_scheduler_is_found(lazy: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    server = MortalServer(tiny_config(), requests(), lazy)
+    killer = server.requests[2]
+    server.poison = [killer]
+    server._has = lambda *_: False  # type: ignore[method-assign]
+    plain = Steps.apply
+
+    def apply(self: Steps, result: Any) -> Flight:
+        flight = self.in_flight[0]
+        rows = set(self.state.row[flight.entries].tolist()) | set(self.state.row[flight.chunk_entries].tolist())
+        if killer.row in rows and killer.finish == FINISH_NONE and server.by_row.get(killer.row) is killer:
+            raise Killed
+        return plain(self, result)
+
+    monkeypatch.setattr(Steps, "apply", apply)
+    deaths = 0
+    while any(request.finish == FINISH_NONE for request in server.requests):
+        assert server.turn < 1000 and deaths < 5
+        try:
+            server.one_turn()
+        except Killed:
+            deaths += 1
+            server.restart_scheduler()
+    assert killer.finish == FINISH_ERROR and deaths == 3
