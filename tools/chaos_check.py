@@ -133,9 +133,7 @@ def _compare(number: int, wanted: _Choice, has: _Choice, end_ns: int, is_whole: 
         yield Fault("different", "prompt", has.when("tokens", 0), number)
 
 
-def deviations(
-    wanted: Sequence[Any], found: Sequence[Any], complete: bool
-) -> Iterator[tuple[Kind, int, int, str]]:
+def deviations(wanted: Sequence[Any], found: Sequence[Any], complete: bool) -> Iterator[tuple[Kind, int, int, str]]:
     """How a sequence deviates: (kind, index in `found`, how many elements, in words). complete: the end counts too."""
     if found == (wanted if complete else wanted[: len(found)]):
         return

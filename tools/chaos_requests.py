@@ -47,9 +47,7 @@ class Request:
         return dataclasses.replace(self, leave_after=0, read_pause_s=0.0)
 
 
-def requests_of(
-    seed: int, count: int, model: str, prompts: Sequence[str], max_len: int, tokens: int
-) -> list[Request]:
+def requests_of(seed: int, count: int, model: str, prompts: Sequence[str], max_len: int, tokens: int) -> list[Request]:
     """`count` requests, the first kinds first. max_len: tokens of prompt and answer; tokens: of an answer at most."""
     tokens = min(tokens, max_len // 4)
     room = max(8, max_len - tokens - SPARE_TOKENS)
