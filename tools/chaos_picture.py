@@ -6,6 +6,7 @@ just before its first kill on.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from html import escape
 
@@ -70,7 +71,7 @@ def _panel(phase: Phase, top: int, step_ms: float) -> tuple[list[str], int]:
         x = LEFT + second * scale
         parts.append(f'<line class="axis" x1="{x:.1f}" y1="{top + HEAD}" x2="{x:.1f}" y2="{bottom}"/>')
         parts.append(f'<text class="small" x="{x:.1f}" y="{bottom + 12}" text-anchor="middle">{second} s</text>')
-    least_ns = int(max(SILENCE_S * 1e9, SILENCE_STEPS * step_ms * 1e6 if step_ms == step_ms else 0))
+    least_ns = int(max(SILENCE_S * 1e9, SILENCE_STEPS * step_ms * 1e6))
     shown_until_ns = first_ns + int(seconds * 1e9)
     for story in phase.stories:
         if story.told.ended_ns > first_ns and story.told.sent_ns < shown_until_ns:
@@ -92,12 +93,11 @@ def _request(story: Story, y: int, x_of: Callable[[int], float], least_ns: int) 
     begin, end = x_of(told.sent_ns), x_of(told.ended_ns)
     title = escape(f"{told.request.number} {told.request.kind}: {story.faults[0].detail if story.faults else told.end}")
     width, height = max(0.5, end - begin), LANE - 2
-    parts = [
-        f'<rect class="{kind}" x="{begin:.1f}" y="{y}" width="{width:.1f}" height="{height}"><title>{title}</title></rect>'
-    ]
+    box = f'x="{begin:.1f}" y="{y}" width="{width:.1f}" height="{height}"'
+    parts = [f'<rect class="{kind}" {box}><title>{title}</title></rect>']
     middle = y + height / 2
     moments = told.moments_ns()
-    for earlier, later in zip(moments, moments[1:], strict=False):
+    for earlier, later in itertools.pairwise(moments):
         if told.request.is_patient and later - earlier >= least_ns and x_of(later) > x_of(earlier):
             line = f'x1="{x_of(earlier):.1f}" y1="{middle}" x2="{x_of(later):.1f}" y2="{middle}"'
             parts.append(f'<line class="silence" {line}/>')

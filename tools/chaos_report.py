@@ -6,6 +6,7 @@ Owns the figures and their names. Pure functions over values: no clock, no socke
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -96,22 +97,22 @@ def silence_ms(moments_ns: Iterable[Sequence[int]], begin_ns: int, end_ns: int) 
         later - earlier
         for moments in moments_ns
         if moments and moments[-1] > begin_ns and moments[0] < end_ns
-        for earlier, later in zip(moments, moments[1:], strict=False)
+        for earlier, later in itertools.pairwise(moments)
         if later > begin_ns and earlier < end_ns
     )
     return max(gaps, default=0) / 1e6
 
 
 def step_ms(stories: Iterable[Story]) -> float:
-    """The median time between two events of one stream, of clients that read at once; nan for none."""
+    """The median time between two events of one stream, of clients that read at once; 0 for none."""
     gaps = [
         later - earlier
         for story in stories
         if story.told.request.is_patient
-        for earlier, later in zip(story.told.answer.times_ns, story.told.answer.times_ns[1:], strict=False)
+        for earlier, later in itertools.pairwise(story.told.answer.times_ns)
         if later > earlier
     ]
-    return statistics.median(gaps) / 1e6 if gaps else float("nan")
+    return statistics.median(gaps) / 1e6 if gaps else 0.0
 
 
 def row_of(phases: Sequence[Phase]) -> Row:
@@ -200,7 +201,7 @@ def document_of(phases: Sequence[Phase], step: float, about: Mapping[str, Any]) 
     return {
         **about,
         "is_clean": all(row.is_clean for row in rows),
-        "step_ms": None if step != step else step,
+        "step_ms": step or None,
         "rows": [_row_document(row) for row in rows],
         "strikes": [_strike_document(strike, first_ns) for phase in phases for strike in phase.strikes],
         "lines": [line._asdict() for phase in phases for line in phase.lines],
