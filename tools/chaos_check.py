@@ -140,21 +140,26 @@ def deviations(wanted: Sequence[Any], found: Sequence[Any], complete: bool) -> I
     steps = [step for step in SequenceMatcher(None, wanted, found, autojunk=False).get_opcodes() if step[0] != "equal"]
     moved = Counter(str(found[j1:j2]) for tag, _, _, j1, j2 in steps if tag == "insert")
     for tag, i1, i2, j1, j2 in steps:
-        if tag == "replace":
-            yield "different", j1, max(i2 - i1, j2 - j1), f"{_short(found[j1:j2])} instead of {_short(wanted[i1:i2])}"
-        elif tag == "insert":
-            size = j2 - j1
-            before, behind = found[max(0, j1 - size) : j1], found[j2 : j2 + size]
-            again = found[j1:j2] in (before, behind) or (size > 3 and _holds(found[:j1], found[j1:j2]))
-            yield "doubled" if again else "different", j1, size, f"{_short(found[j1:j2])} too much"
+        surplus = tag == "insert" or (tag == "replace" and not complete and i2 == len(wanted))  # no more was due yet
+        size = j2 - j1
+        if surplus and _is_again(found, j1, j2):
+            yield "doubled", j1, size, f"{_short(found[j1:j2])} once more"
+        elif surplus:
+            yield "different", j1, size, f"{_short(found[j1:j2])} instead of {_short(wanted[i1 : i1 + size])}"
+        elif tag == "replace":
+            yield "different", j1, max(i2 - i1, size), f"{_short(found[j1:j2])} instead of {_short(wanted[i1:i2])}"
         elif moved[str(wanted[i1:i2])]:
             yield "different", j1, i2 - i1, f"{_short(wanted[i1:i2])} in another place"
         elif complete or i2 < len(wanted):
             yield "missing", j1, i2 - i1, f"{_short(wanted[i1:i2])} left out"
 
 
-def _holds(sequence: Sequence[Any], part: Sequence[Any]) -> bool:
-    return any(sequence[i : i + len(part)] == part for i in range(len(sequence) - len(part) + 1))
+def _is_again(found: Sequence[Any], begin: int, end: int) -> bool:
+    """Whether the elements begin..end repeat their neighbours, or, where that can be no chance, anything before."""
+    part, size = found[begin:end], end - begin
+    if part in (found[max(0, begin - size) : begin], found[end : end + size]):
+        return True
+    return size > 3 and any(found[i : i + size] == part for i in range(begin - size + 1))
 
 
 def _short(part: Sequence[Any]) -> str:

@@ -15,6 +15,7 @@ from tools.chaos_history import End, Event, History, read_stream, read_whole
 from tools.chaos_requests import Request
 from tools.openai_stream import Answer, Lane
 
+ABANDONED_S = 5.0  # for connections that were closed to have told so
 AFTER_FAULT_S = 0.05  # between a request that failed and the lane's next: a server that is gone is not asked in a loop
 
 
@@ -102,7 +103,7 @@ class Load:
         self._api_key = api_key
         self._source = source
         self._timeout_s = timeout_s
-        self._stopping = False
+        self._stopping = self._abandoned = False
         self._clients = [Client(url, api_key) for _ in range(lanes)]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -119,19 +120,25 @@ class Load:
 
     def abandon(self) -> None:
         """Close all connections: nothing more will come."""
-        self._stopping = True
+        self._stopping = self._abandoned = True
         for client in self._clients:
             client.close()
 
     async def finish(self) -> list[Told]:
-        """Wait until all that were sent have ended; returns them."""
+        """Wait until all that were sent have ended; returns them. Those that are abandoned end soon."""
         try:
-            await asyncio.gather(*self._tasks)
+            await asyncio.wait(self._tasks, timeout=ABANDONED_S if self._abandoned else None)
         finally:
             for task in self._tasks:
                 task.cancel()
             for client in self._clients:
                 client.close()
+        for told in self.told:
+            if not told.ended_ns:  # it was still connecting
+                told.answer.error, told.ended_ns = "TimeoutError: abandoned", time.perf_counter_ns()
+        for task in self._tasks:
+            if not task.cancelled() and task.done() and (error := task.exception()):
+                raise error
         return self.told
 
     async def probe(self, request: Request, timeout_s: float) -> Told:
@@ -144,9 +151,9 @@ class Load:
 
     async def _drive(self, number: int, client: Client, when_answered: Callable[[], None]) -> None:
         for request in self._source:
-            told = await client.put(request, number, self._timeout_s, self.told.append)
-            when_answered()
             if self._stopping:
                 break
+            told = await client.put(request, number, self._timeout_s, self.told.append)
+            when_answered()
             if told.end in ("cut", "late", "refused"):
                 await asyncio.sleep(AFTER_FAULT_S)

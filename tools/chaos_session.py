@@ -136,6 +136,9 @@ class Session:
                 load.stop()
             if len(phase.strikes) < len(kills) or not all(strike.recovered_ns for strike in phase.strikes):
                 load.abandon()
+        except BaseException:  # whoever ends this run waits for no answer
+            load.abandon()
+            raise
         finally:
             told = await load.finish()
         phase.stories = self._judge(told, phase.strikes)
@@ -166,6 +169,9 @@ class Session:
                 phase.notes.append(f"{len(left)} processes are left, or the port is not free")
                 phase.leaks.processes = len(left)
                 load.abandon()
+        except BaseException:  # whoever ends this run waits for no answer
+            load.abandon()
+            raise
         finally:
             told = await load.finish()
         self._end_server()
