@@ -1,4 +1,4 @@
-"""Kills the processes of a server under load and checks every answer: `python -m tools.chaos --kills 50 --stage all`.
+"""Kills the processes of a server under load and checks every answer: `stepahead chaos --kills 50 --stage all`.
 
 Starts a real server, asks every request once without faults, then keeps so many streams running while it kills, at
 random instants from the seed, every stage with every signal so many times. Every event of every request is compared
@@ -23,7 +23,7 @@ from tools.chaos_check import kinds_of
 from tools.chaos_kill import HOWS, KillError, cells_of, plan
 from tools.chaos_picture import picture
 from tools.chaos_processes import SUPERVISOR
-from tools.chaos_report import Phase, document_of, faults_text, rows_of, step_ms, table_text
+from tools.chaos_report import Phase, document_of, faults_text, phase_text, rows_of, step_ms, table_text
 from tools.chaos_requests import KINDS
 from tools.chaos_session import FAULTS_VARIABLE, Session, phases_of
 
@@ -84,6 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"chaos: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # the server that was started has ended by now
+        print(faults_text(phases), file=sys.stderr)
         return 130
     rows = rows_of(phases)
     print(table_text(rows, step))
@@ -122,13 +123,14 @@ async def run(options: argparse.Namespace, progress: Progress, phases: list[Phas
             phases.append(await session.phase(None, (), str(options.seed), lambda: progress.advance(bar)))
         bar = progress.add_task("kills", total=len(cells) * options.kills, visible=bool(cells))
         for number, (cell, kills) in enumerate(phases_of(plan(options.seed, cells, options.kills, options.apart))):
-            progress.update(bar, description=f"{cell.target} {cell.how}")
+            progress.update(bar, description=f"{cell.target}, {cell.how}")
             seed = f"{options.seed} {number}"
             if SUPERVISOR in cell.stages:
                 phases.append(await session.supervisor_phase(kills[0], seed))
                 progress.advance(bar)
             else:
                 phases.append(await session.phase(cell, kills, seed, lambda: progress.advance(bar)))
+            progress.console.print(phase_text(phases[-1]), soft_wrap=True)
     return step_ms(calm)
 
 

@@ -103,7 +103,8 @@ class Load:
         self._api_key = api_key
         self._source = source
         self._timeout_s = timeout_s
-        self._stopping = self._abandoned = False
+        self._stopping = False
+        self._abandoned_ns = 0  # 0 = not
         self._clients = [Client(url, api_key) for _ in range(lanes)]
         self._tasks: list[asyncio.Task[None]] = []
 
@@ -120,22 +121,24 @@ class Load:
 
     def abandon(self) -> None:
         """Close all connections: nothing more will come."""
-        self._stopping = self._abandoned = True
+        self._stopping = True
+        self._abandoned_ns = self._abandoned_ns or time.perf_counter_ns()
         for client in self._clients:
             client.close()
 
     async def finish(self) -> list[Told]:
         """Wait until all that were sent have ended; returns them. Those that are abandoned end soon."""
         try:
-            await asyncio.wait(self._tasks, timeout=ABANDONED_S if self._abandoned else None)
+            await asyncio.wait(self._tasks, timeout=ABANDONED_S if self._abandoned_ns else None)
         finally:
             for task in self._tasks:
                 task.cancel()
             for client in self._clients:
                 client.close()
         for told in self.told:
-            if not told.ended_ns:  # it was still connecting
-                told.answer.error, told.ended_ns = "TimeoutError: abandoned", time.perf_counter_ns()
+            if not told.ended_ns or (told.answer.error and 0 < self._abandoned_ns <= told.ended_ns):
+                told.answer.error = "TimeoutError: nothing more came"
+                told.ended_ns = told.ended_ns or time.perf_counter_ns()
         for task in self._tasks:
             if not task.cancelled() and task.done() and (error := task.exception()):
                 raise error

@@ -176,7 +176,14 @@ def table_text(rows: Sequence[Row], step: float) -> str:
         )
         for row in rows
     ]
-    return "\n".join([*aligned([HEADINGS, *body], left=2), LEGEND, f"a step in calm: {step:.0f} ms"])
+    return "\n".join([*aligned([HEADINGS, *body], left=2), LEGEND, f"a step in calm: {step:.1f} ms"])
+
+
+def phase_text(phase: Phase) -> str:
+    """A line for one phase, while others are still to come."""
+    row = row_of([phase])
+    faulty = ", ".join(f"{count} {kind}" for kind, count in row.faulty.items())
+    return f"{row.stage}, {row.signal}: {row.recovered} of {row.kills} served again; {row.requests} requests, {faulty}"
 
 
 def faults_text(phases: Sequence[Phase], most: int = 20) -> str:
@@ -253,4 +260,6 @@ def _strike_document(strike: Strike, first_ns: int) -> dict[str, Any]:
 
 
 def _quantiles(values: Sequence[float]) -> str:
-    return f"{percentile(values, 50):.0f}/{percentile(values, 99):.0f}" if values else "-"
+    """The median and the 99th percentile, with a decimal where they are small."""
+    told = [percentile(values, share) for share in (50, 99)] if values else []
+    return "/".join(f"{value:.1f}" if value < 10 else f"{value:.0f}" for value in told) or "-"
