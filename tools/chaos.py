@@ -28,6 +28,7 @@ from tools.chaos_requests import KINDS
 from tools.chaos_session import FAULTS_VARIABLE, Session, phases_of
 
 PROMPT_CHARS_MAX = 4000
+SWITCH_S = 0.0005  # the threads that watch the dying read a clock: they may not wait long for the load's thread
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -74,6 +75,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs, prints, writes. Returns 0 if all is as it has to be, 1 if not, 130 if it was interrupted."""
     options = parse(argv)
     interrupt_on_sigterm()
+    sys.setswitchinterval(SWITCH_S)
     columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     phases: list[Phase] = []
     try:

@@ -20,7 +20,6 @@ from tools.chaos_processes import STAGES, SUPERVISOR, stages_below, stat_of
 EXIT = "exit"
 SIGNALS = {name: getattr(signal, f"SIG{name}") for name in ("KILL", "STOP", "ABRT", "SEGV", "TERM", "BUS", "ILL")}
 HOWS = (*SIGNALS, EXIT)
-HANGS = ("STOP",)  # the process does not die of it: somebody has to notice
 TOGETHER = "+"  # between stages that are killed together, or one while the other comes back
 APART_S = 0.5  # at most, between two that are killed together; half of them in the same breath
 LOOK_S = 0.001  # between two looks at a process that is about to be collected
@@ -85,16 +84,17 @@ class Death:
     stage: str
     how: str
     pid: int
-    struck_ns: int
+    struck_ns: int = 0
     dead_ns: int = 0
     collected_ns: int = 0  # by its parent, which must have noticed
     replaced_ns: int = 0  # its successor was there, not ready yet
 
     @property
     def detection_ms(self) -> float | None:
-        """Until the supervisor acted on it: from the death, or from the stop for what does not die by itself."""
-        since = self.struck_ns if self.how in HANGS else self.dead_ns
-        return (self.collected_ns - since) / 1e6 if since and self.collected_ns else None
+        """From the signal until the supervisor had collected the process: the kernel's time to end it is part of it,
+        and for what does not die by itself somebody's time to notice.
+        """
+        return (self.collected_ns - self.struck_ns) / 1e6 if self.struck_ns and self.collected_ns else None
 
 
 @dataclass
@@ -126,17 +126,19 @@ class Victim:
         stat = stat_of(pid)
         self._start = stat.start if stat else -1
 
-    def strike(self, how: str) -> Death:
-        """Kill it. Raises OSError if it is gone, or may not be traced."""
-        began_ns = time.perf_counter_ns()
-        if how == EXIT:
+    def strike(self, death: Death) -> None:
+        """Kill it, as `death` says. Raises OSError if it is gone, or may not be traced."""
+        death.struck_ns = time.perf_counter_ns()
+        if death.how == EXIT:
             exit_now(self.pid)
         else:
-            signal.pidfd_send_signal(self._pidfd, SIGNALS[how])
-        return Death(self.stage, how, self.pid, began_ns)
+            signal.pidfd_send_signal(self._pidfd, SIGNALS[death.how])
 
     def watch(self, death: Death, seconds: float) -> None:
-        """Wait until it is dead and collected; what does not happen within `seconds` stays 0. For a thread."""
+        """Wait until it is dead and collected; what does not happen within `seconds` stays 0.
+
+        For a thread that waits already when the process is struck, or its clock would start late.
+        """
         deadline = time.monotonic() + seconds
         poller = select.poll()
         poller.register(self._pidfd, select.POLLIN)

@@ -27,7 +27,7 @@ HEADINGS = (
     *("processes", "fds", "memfd", "pages", "zombies", "rows", "restarts", "back"),
 )
 LEGEND = """requests: checked, of which so many were lost, had something missing, doubled or different
-detection: from the death (or the stop) until the supervisor had collected the process; pause: the longest silence of
+detection: from the signal until the supervisor had collected the process; pause: the longest silence of
 any stream around the kill; recovery: until the first token of a request sent behind the kill; each p50/p99 in ms
 processes to rows: what an idle server holds more than before, memfd in bytes; restarts: more than there were kills
 back: kills after which the server served again"""

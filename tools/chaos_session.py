@@ -155,8 +155,9 @@ class Session:
         try:
             await asyncio.sleep(kill.wait_s)
             children = below(supervisor)
+            death = Death(SUPERVISOR, kill.cell.how, supervisor)
             with contextlib.closing(Victim(SUPERVISOR, supervisor)) as victim:
-                death = victim.strike(kill.cell.how)
+                victim.strike(death)
             strike = Strike(kill, [death])
             phase.strikes.append(strike)
             deadline_s = time.monotonic() + BURIAL_S
@@ -205,8 +206,11 @@ class Session:
             if victim is None:
                 phase.notes.append(f"no {stage} to be killed{' (the server has ended)' if self._has_ended else ''}")
                 break
-            deaths.append(victim.strike(kill.cell.how))
+            deaths.append(Death(stage, kill.cell.how, victim.pid))
             tasks.append(asyncio.create_task(self._watch(victim, deaths[-1])))
+            await asyncio.sleep(0)  # the watch is set
+            with contextlib.suppress(ProcessLookupError):  # it died by itself just now
+                victim.strike(deaths[-1])
         if not deaths:
             return None
         strike = Strike(kill, deaths)
