@@ -58,6 +58,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=Path, default=PROMPTS, metavar="FILE", help="jsonl with a `prompt` per line")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write everything that was seen")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the streams with the kills")
+    parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's lines, behind those that are there")
     parser.add_argument(
         "--plant", default="", metavar="FAULT,...", help=f"start the server with {FAULTS_VARIABLE} set to this"
     )
@@ -116,6 +117,7 @@ async def run(options: argparse.Namespace, progress: Progress, phases: list[Phas
         timeout_s=options.timeout,
         bound_s=options.bound,
         plant=options.plant,
+        log=options.log,
     ) as session:
         bar = progress.add_task("without faults", total=count + 1)
         calm = await session.baseline(options.seed, prompts, count, options.tokens, lambda: progress.advance(bar))

@@ -63,6 +63,7 @@ class Phase:
     stories: list[Story] = field(default_factory=list)
     leaks: Leaks = field(default_factory=Leaks)
     extra_restarts: int = 0  # more than kills
+    unheard: int = 0  # 1: the server gave no metrics when all was over
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
 
@@ -81,13 +82,14 @@ class Row:
     recovery_ms: Sequence[float]
     leaks: Leaks
     extra_restarts: int
+    unheard: int
     recovered: int  # kills after which the server served again
     untold: int  # deaths without a line in the log
 
     @property
     def is_clean(self) -> bool:
         """Whether nobody noticed more than a pause, and nothing is left."""
-        harmed = any(self.faulty.values()) or bool(self.leaks) or self.extra_restarts
+        harmed = any(self.faulty.values()) or bool(self.leaks) or self.extra_restarts or self.unheard
         return not harmed and self.recovered == self.kills
 
 
@@ -141,6 +143,7 @@ def row_of(phases: Sequence[Phase]) -> Row:
         recovery_ms=[ms for strike in strikes if (ms := strike.recovery_ms) is not None],
         leaks=leaks,
         extra_restarts=sum(phase.extra_restarts for phase in phases),
+        unheard=sum(phase.unheard for phase in phases),
         recovered=sum(strike.recovered_ns > 0 for strike in strikes),
         untold=max(0, len(deaths) - sum(len(phase.lines) for phase in phases)),
     )

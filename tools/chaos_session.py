@@ -53,16 +53,28 @@ class Session:
     """One run. Use as a context manager: whatever happens, the server that it started is ended."""
 
     def __init__(
-        self, arguments: str, *, streams: int, api_key: str | None, timeout_s: float, bound_s: float, plant: str = ""
+        self,
+        arguments: str,
+        *,
+        streams: int,
+        api_key: str | None,
+        timeout_s: float,
+        bound_s: float,
+        plant: str = "",
+        log: Path | None = None,
     ) -> None:
-        """arguments: of `stepahead serve`. timeout_s: of a request; bound_s: from a kill to its recovery."""
+        """arguments: of `stepahead serve`. timeout_s: of a request; bound_s: from a kill to its recovery.
+
+        plant: what FAULTS_VARIABLE is set to for the server. log: where its lines are kept; otherwise they go with it.
+        """
         self._arguments = arguments
         self._streams = streams
         self._api_key = api_key
         self._timeout_s = timeout_s
         self._bound_s = bound_s
         self._env: Mapping[str, str] | None = {**os.environ, FAULTS_VARIABLE: plant} if plant else None
-        self._log = Path(tempfile.mkstemp(prefix="stepahead-chaos-", suffix=".log")[1])
+        self._keeps_log = log is not None
+        self._log = log or Path(tempfile.mkstemp(prefix="stepahead-chaos-", suffix=".log")[1])
         self._server: Server | None = None
         self._requests: list[Request] = []
         self._probe: Request | None = None
@@ -73,7 +85,8 @@ class Session:
 
     def __exit__(self, *_: object) -> None:
         self._end_server()
-        self._log.unlink(missing_ok=True)
+        if not self._keeps_log:
+            self._log.unlink(missing_ok=True)
 
     @property
     def server(self) -> Server:
@@ -275,9 +288,15 @@ class Session:
         if self._has_ended or not all(strike.recovered_ns for strike in phase.strikes):
             self._end_server()
             return
-        phase.leaks = await self._settled(before)
         killed = [death.stage for strike in phase.strikes for death in strike.deaths]
-        after = restarts_of(self._metrics())
+        try:
+            phase.leaks = await self._settled(before)
+            after = restarts_of(self._metrics())
+        except BenchError as error:
+            phase.unheard = 1
+            phase.notes.append(f"afterwards: {error}")
+            self._end_server()
+            return
         phase.extra_restarts = sum(max(0, after[stage] - restarts[stage] - killed.count(stage)) for stage in after)
         if phase.strikes:
             await asyncio.sleep(LINES_S)
@@ -297,10 +316,14 @@ class Session:
 
     def _metrics(self) -> dict[str, float]:
         """Blocks, which is no harm while no load runs. Raises BenchError where there are none."""
-        try:
-            return samples(get(f"{self.server.url}/metrics", self._api_key).decode())
-        except (OSError, ValueError) as error:
-            raise BenchError(f"no metrics at {self.server.url} ({error})") from error
+        deadline_s = time.monotonic() + BURIAL_S
+        while True:
+            try:
+                return samples(get(f"{self.server.url}/metrics", self._api_key).decode())
+            except (OSError, ValueError) as error:
+                if self._has_ended or time.monotonic() > deadline_s:
+                    raise BenchError(f"no metrics at {self.server.url} ({error})") from error
+            time.sleep(AGAIN_S)
 
     def _end_server(self) -> None:
         if self._server is not None and self._server.process is not None:

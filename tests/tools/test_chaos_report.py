@@ -96,7 +96,13 @@ def test_a_row_is_clean_only_if_nobody_noticed_and_nothing_is_left(phases: list[
     clean = phases[0]
     clean.stories = clean.stories[:3]
     assert row_of([clean]).is_clean
-    for change in ({"leaks": Leaks(zombies=1)}, {"extra_restarts": 1}, {"planned": 3}, {"strikes": clean.strikes[:1]}):
+    for change in (
+        {"leaks": Leaks(zombies=1)},
+        {"extra_restarts": 1},
+        {"unheard": 1},
+        {"planned": 3},
+        {"strikes": clean.strikes[:1]},
+    ):
         harmed = Phase(**{**clean.__dict__, **change})
         assert not row_of([harmed]).is_clean, change
 
