@@ -60,7 +60,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the streams with the kills")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's lines, behind those that are there")
     parser.add_argument(
-        "--plant", default="", metavar="FAULT,...", help=f"start the server with {FAULTS_VARIABLE} set to this"
+        "--plant", default="", metavar="FAULTS", help=f"start the server with {FAULTS_VARIABLE} set to this"
     )
     parser.add_argument(
         "--expect",

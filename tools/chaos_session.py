@@ -46,7 +46,7 @@ AGAIN_S = 0.05  # between two probes
 LINES_S = 0.5  # behind the last kill, for the log to tell of it
 CUTTERS = ("frontend", SUPERVISOR)  # whose death ends connections
 
-FAULTS_VARIABLE = "STEPAHEAD_FAULTS"  # names, with commas, of the faults that the server plants in itself
+FAULTS_VARIABLE = "STEPAHEAD_FAULTS"  # what the server plants in itself; its words are not looked into here
 
 
 class Session:
