@@ -11,7 +11,7 @@ STAMP_TEST  := $(VENV)/.installed-test
 PIP_INSTALL = quiet=-qq; [ -t 1 ] && quiet=; \
 	$(BIN)/python -m pip install --disable-pip-version-check --no-compile $$quiet
 
-.PHONY: help serve test check-cuda coverage lint bench clean
+.PHONY: help serve test check-cuda coverage lint bench chaos clean
 
 help:
 	@echo "make serve [ARGS='MODEL --port 8000 ...']  install, fetch the default model, serve it over HTTP"
@@ -20,6 +20,7 @@ help:
 	@echo "make check-cuda                            compile FlashInfer for Hopper and run its planner, without a GPU"
 	@echo "make coverage                              which lines the tests of single parts reach; takes longer"
 	@echo "make bench [ARGS='--concurrency 1,8,32']   start a server and measure it"
+	@echo "make chaos [ARGS='--kills 5 --stage gpu']  kill every process under load, many times, and check every answer"
 	@echo "make clean                                 remove .venv and caches"
 
 serve: $(STAMP_SERVE)
@@ -27,6 +28,9 @@ serve: $(STAMP_SERVE)
 
 bench: $(STAMP_SERVE)
 	@exec $(BIN)/python -m tools.bench_serve --start $(ARGS)
+
+chaos: $(STAMP_SERVE)
+	@exec $(BIN)/python -m tools.chaos $(ARGS)
 
 lint: $(STAMP_TEST)
 	$(BIN)/ruff check .

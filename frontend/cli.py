@@ -1,4 +1,4 @@
-"""The one entry point, `stepahead serve | generate | bench`, and the root where the parts are put together.
+"""The one entry point, `stepahead serve | generate | bench | chaos`, and the root where the parts are put together.
 
 Owns the exit status and the promise that what a user can mend is one line on stderr. It computes nothing, and it
 imports what a command needs only when that command runs, so that --help stays instant.
@@ -116,6 +116,14 @@ def bench(context: typer.Context) -> None:
     from tools.bench_serve import main as bench_main
 
     raise typer.Exit(bench_main(context.args))
+
+
+@app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
+def chaos(context: typer.Context) -> None:
+    """Kill a server's processes under load and check every answer. `stepahead chaos --help` says more."""
+    from tools.chaos import main as chaos_main
+
+    raise typer.Exit(chaos_main(context.args))
 
 
 def run_serve(wanted: Wanted) -> int:

@@ -213,12 +213,16 @@ def drafts_text(results: dict[str, list[Figures]]) -> str:
 
 def table_text(results: dict[str, list[Figures]]) -> str:
     """Lays out the table in columns of plain text, with its legend, about 90 wide."""
-    rows = [HEADINGS, *table_rows(results)]
-    widths = [max(len(row[column]) for row in rows) for column in range(len(HEADINGS))]
-    lines = [
+    return "\n".join(filter(None, [*aligned([HEADINGS, *table_rows(results)]), LEGEND, drafts_text(results)]))
+
+
+def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:
+    """Lays out rows of equal length in columns of plain text, the first `left` of them to the left."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    return [
         "  ".join(
-            [row[0].ljust(widths[0]), *(cell.rjust(width) for cell, width in zip(row[1:], widths[1:], strict=True))]
+            cell.ljust(width) if column < left else cell.rjust(width)
+            for column, (cell, width) in enumerate(zip(row, widths, strict=True))
         )
         for row in rows
     ]
-    return "\n".join(filter(None, [*lines, LEGEND, drafts_text(results)]))

@@ -19,10 +19,10 @@ import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import orjson
 import uvloop
@@ -71,14 +71,19 @@ def connect(name: str, url: str, api_key: str | None, process: subprocess.Popen[
         raise BenchError(f"{name}: no list of models at {url}/v1/models ({error})") from error
 
 
-def start(arguments: str, api_key: str | None) -> Server:
-    """Starts `stepahead serve` with `arguments` on a free port and waits until it is ready. Raises BenchError."""
+def start(
+    arguments: str, api_key: str | None, stderr: IO[bytes] | None = None, env: Mapping[str, str] | None = None
+) -> Server:
+    """Starts `stepahead serve` with `arguments` on a free port and waits until it is ready. Raises BenchError.
+
+    stderr: where its lines go; env: its environment. Both are this process's own by default.
+    """
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         port = probe.getsockname()[1]
     options = ["--log-seconds", "0", *arguments.split(), "--port", str(port)]  # its lines would stand in our table
     command = [sys.executable, "-m", "frontend.cli", "serve", *options]
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=stderr, env=env)
     url = f"http://127.0.0.1:{port}"
     deadline = time.monotonic() + START_SECONDS_MAX
     try:

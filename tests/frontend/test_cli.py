@@ -28,7 +28,7 @@ def test_help_groups_the_options_and_each_says_something() -> None:
     shown = CliRunner().invoke(app, ["serve", "--help"], env={"COLUMNS": "200", "TERM": "dumb"}).output
     for words in (*PANELS, *OPTIONS):
         assert words in shown
-    for command in ("serve", "generate", "bench"):
+    for command in ("serve", "generate", "bench", "chaos"):
         assert command in CliRunner().invoke(app, ["--help"]).output
 
 

@@ -1,0 +1,197 @@
+"""The table, the document and the picture of a run say what was seen."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from xml.etree import ElementTree
+
+import orjson
+import pytest
+
+from tools import chaos
+from tools.chaos_check import Fault
+from tools.chaos_history import History
+from tools.chaos_kill import Cell, Death, Kill, Strike
+from tools.chaos_load import Told
+from tools.chaos_picture import picture
+from tools.chaos_processes import Leaks
+from tools.chaos_report import (
+    Line,
+    Phase,
+    Story,
+    document_of,
+    faults_text,
+    lines_in,
+    phase_text,
+    row_of,
+    rows_of,
+    silence_ms,
+    step_ms,
+    table_text,
+)
+from tools.chaos_requests import requests_of
+from tools.openai_stream import Answer
+
+DATA = Path(__file__).parents[1] / "data"
+SVG = "{http://www.w3.org/2000/svg}"
+MS = 1_000_000
+REQUESTS = requests_of(1, 15, "tiny", ["once upon a time"], 512, 16)
+GREEDY, SLOW, LEAVE = (next(r for r in REQUESTS if r.kind == kind) for kind in ("greedy", "slow", "leave"))
+GPU, FRONTEND = Cell("gpu+scheduler", "KILL"), Cell("frontend", "STOP")
+
+
+def story(request: object, lane: int, times_ms: list[int], end_ms: int, fault: Fault | None = None) -> Story:
+    """One request: sent at the first time, events at the others."""
+    answer = Answer(status=200, times_ns=[ms * MS for ms in times_ms[1:]], events=[b""] * (len(times_ms) - 1))
+    told = Told(request, lane, times_ms[0] * MS, answer, end_ms * MS, request is LEAVE)  # type: ignore[arg-type]
+    return Story(told, History((), told.end, end_ms * MS), [fault] if fault else [])
+
+
+def strike(cell: Cell, at_ms: int, back_ms: int | None, seen_ms: int) -> Strike:
+    deaths = [
+        Death(stage, cell.how, 10 + i, (at_ms + i) * MS, (at_ms + seen_ms - 1) * MS, (at_ms + seen_ms + i) * MS)
+        for i, stage in enumerate(cell.stages)
+    ]
+    return Strike(Kill(cell, 0.5, (0.0,) * len(deaths)), deaths, back_ms * MS if back_ms else 0)
+
+
+@pytest.fixture
+def phases() -> list[Phase]:
+    gpu = Phase(GPU, 2)
+    gpu.strikes = [strike(GPU, 1500, 1901, 4), strike(GPU, 4000, 4301, 8)]
+    gpu.stories = [
+        story(GREEDY, 0, [1000, 1100, 1200, 1900, 2000], 2010),
+        story(SLOW, 1, [1000, 1100, 3500], 3510),
+        story(LEAVE, 2, [1300, 1950], 1951),
+        story(GREEDY, 0, [3900, 3990, 4250], 4600, Fault("doubled", "tokens", 4250 * MS, 0, 2, "(4, 5) once more")),
+    ]
+    gpu.lines = [Line("gpu", "killed by SIGKILL", 0.35, 2, 3, "requests were prefilled again")]
+    frontend = Phase(FRONTEND, 3)
+    frontend.strikes = [strike(FRONTEND, 6000, None, 70)]
+    frontend.stories = [story(GREEDY, 0, [5500, 5600, 5700], 6071)]
+    frontend.leaks, frontend.extra_restarts = Leaks(fds=2, memfd_bytes=4096), 1
+    frontend.notes = ["kill 1: it does not serve 30 s later"]
+    return [gpu, frontend]
+
+
+def test_a_silence_counts_where_it_reaches_into_the_time_asked_for() -> None:
+    streams = [[0, 10 * MS, 40 * MS, 45 * MS], [200 * MS, 300 * MS], []]
+    assert silence_ms(streams, 20 * MS, 30 * MS) == 30
+    assert silence_ms(streams, 41 * MS, 50 * MS) == 5
+    assert silence_ms(streams, 60 * MS, 70 * MS) == 0
+
+
+def test_a_row_sums_up_its_kills(phases: list[Phase]) -> None:
+    row = row_of(phases[:1])
+    assert (row.kills, row.recovered, row.requests, row.is_clean) == (2, 2, 4, False)
+    assert row.faulty == {"lost": 0, "missing": 0, "doubled": 1, "different": 0}
+    assert row.detection_ms == [4, 4, 8, 8]
+    assert row.pause_ms == [700, 350], "the slow reader's silences are its own"
+    assert row.recovery_ms == [400, 300], "from the second of two deaths"
+    assert row.untold == 3
+    assert step_ms(phases[0].stories) == 180
+
+
+def test_a_row_is_clean_only_if_nobody_noticed_and_nothing_is_left(phases: list[Phase]) -> None:
+    clean = phases[0]
+    clean.stories = clean.stories[:3]
+    assert row_of([clean]).is_clean
+    for change in (
+        {"leaks": Leaks(zombies=1)},
+        {"extra_restarts": 1},
+        {"unheard": 1},
+        {"planned": 3},
+        {"strikes": clean.strikes[:1]},
+    ):
+        harmed = Phase(**{**clean.__dict__, **change})
+        assert not row_of([harmed]).is_clean, change
+
+
+def test_the_table_is_the_golden_one(phases: list[Phase]) -> None:
+    """If it has to change: look at it, then write what is printed to the file."""
+    text = table_text(rows_of(phases), 12.0) + "\n" + faults_text(phases) + "\n"
+    print(text)
+    assert text == (DATA / "chaos_table.txt").read_text()
+    assert phase_text(phases[0]) == (
+        "gpu+scheduler, KILL: 2 of 2 served again; 4 requests, 0 lost, 0 missing, 1 doubled, 0 different"
+    )
+
+
+def test_the_picture_is_the_golden_one(phases: list[Phase]) -> None:
+    """If it has to change: look at it, then write what `picture` returns to the file."""
+    assert picture(phases, 12.0) == (DATA / "chaos_picture.svg").read_text()
+
+
+def test_the_picture_shows_requests_and_kills(phases: list[Phase]) -> None:
+    drawn = ElementTree.fromstring(picture(phases, 12.0))
+    kinds = [one.attrib["class"] for one in drawn.iter() if "class" in one.attrib]
+    assert kinds.count("kill") == 5 and kinds.count("back") == 2
+    assert (kinds.count("faulty"), kinds.count("left")) == (1, 1)
+    texts = [text.text for text in drawn.iter(f"{SVG}text")]
+    assert "gpu+scheduler, KILL" in texts and "frontend, STOP" in texts
+    assert ElementTree.fromstring(picture([], 0.0)).tag == f"{SVG}svg"
+
+
+def test_the_document_holds_everything(phases: list[Phase]) -> None:
+    document = orjson.loads(orjson.dumps(document_of(phases, 12.0, {"seed": 7})))
+    assert (document["seed"], document["is_clean"], document["step_ms"]) == (7, False, 12.0)
+    assert [row["stage"] for row in document["rows"]] == ["gpu+scheduler", "frontend"]
+    assert document["rows"][0]["pause_ms_p50"] == 525 and document["rows"][1]["recovery_ms_p99"] is None
+    assert document["strikes"][0]["at_ms"] == 500 and document["strikes"][0]["deaths"][1]["after_ms"] == 1
+    assert document["faults"] == [
+        {
+            "stage": "gpu+scheduler",
+            "signal": "KILL",
+            "request": GREEDY.number,
+            "request_kind": "greedy",
+            "kind": "doubled",
+            "what": "tokens",
+            "at_ns": 4250 * MS,
+            "choice": 0,
+            "count": 2,
+            "detail": "(4, 5) once more",
+            "at_ms": 3250.0,
+        }
+    ]
+
+
+def test_lines_about_deaths_are_read_from_the_log() -> None:
+    log = (
+        "stepahead: 3 running\n"
+        "stepahead: gpu died (killed by SIGKILL (is memory short?)), back after 1.20 s in epoch 3; 5 requests were x\n"
+        "stepahead: gpu died (stopped by a signal); it is not back after 5 s, requests wait for it\n"
+    )
+    assert lines_in(log) == [Line("gpu", "killed by SIGKILL (is memory short?)", 1.2, 3, 5, "requests were x")]
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [([], 1), (["--expect", "doubled"], 0), (["--expect", "lost,doubled"], 0), (["--expect", "missing"], 1)],
+)
+def test_the_status_says_whether_all_is_as_expected(
+    arguments: list[str], status: int, phases: list[Phase], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    async def run(_options: object, _progress: object, seen: list[Phase]) -> float:
+        seen += phases
+        return 12.0
+
+    monkeypatch.setattr(chaos, "run", run)
+    files = ["--json", str(tmp_path / "a.json"), "--picture", str(tmp_path / "a.svg")]
+    assert chaos.main([*arguments, *files]) == status
+    assert orjson.loads((tmp_path / "a.json").read_bytes())["kills"] == 50
+    assert (tmp_path / "a.svg").read_text().startswith("<svg")
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--apart", "2,1"], ["--expect", "nothing"], ["--kills", "many"], ["--no-such-option"]]
+)
+def test_a_command_line_that_cannot_be_is_refused(arguments: list[str]) -> None:
+    with pytest.raises(SystemExit) as refused:
+        chaos.parse(arguments)
+    assert refused.value.code == 2
+
+
+@pytest.mark.parametrize("arguments", [["--stage", "gpus"], ["--signal", "HUG"], ["--prompts", "/nowhere.jsonl"]])
+def test_what_can_be_mended_is_one_line(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    assert chaos.main(arguments) == 1
+    assert len(capsys.readouterr().err.strip().splitlines()) == 1

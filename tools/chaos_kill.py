@@ -1,0 +1,161 @@
+"""Who dies, when and how: the plan of a run from its seed, and the killing of one process with a clock beside it.
+
+Owns signals to stages and the watching of their end. The plan is pure. What is known of a death is what the kernel
+shows to anybody: when the process was dead, when its parent had collected it, when its successor was there.
+"""
+
+from __future__ import annotations
+
+import os
+import random
+import select
+import signal
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from tools.chaos_exit import exit_now
+from tools.chaos_processes import STAGES, SUPERVISOR, stages_below, stat_of
+
+EXIT = "exit"
+SIGNALS = {name: getattr(signal, f"SIG{name}") for name in ("KILL", "STOP", "ABRT", "SEGV", "TERM", "BUS", "ILL")}
+HOWS = (*SIGNALS, EXIT)
+TOGETHER = "+"  # between stages that are killed together, or one while the other comes back
+APART_S = 0.5  # at most, between two that are killed together; half of them in the same breath
+LOOK_S = 0.001  # between two looks at a process that is about to be collected
+
+
+class KillError(Exception):
+    """Something that the person at the terminal can mend; its text is the one line to show."""
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One line of the report: what is killed, and how."""
+
+    target: str
+    how: str
+
+    @property
+    def stages(self) -> tuple[str, ...]:
+        return tuple(self.target.split(TOGETHER))
+
+
+@dataclass(frozen=True)
+class Kill:
+    """A planned kill: so long after the server has recovered from the last one, each stage so long after the first."""
+
+    cell: Cell
+    wait_s: float
+    apart_s: tuple[float, ...]
+
+
+def cells_of(stages: str, hows: str) -> list[Cell]:
+    """All pairs, stage by stage. stages: names with commas, joined by + where they die together, or `all`."""
+    targets = [part for name in stages.split(",") for part in (STAGES if name == "all" else [name] if name else [])]
+    for target in targets:
+        for stage in target.split(TOGETHER):
+            if stage not in (*STAGES, SUPERVISOR) or (stage == SUPERVISOR != target):
+                raise KillError(f"--stage: {target} is none of all, {', '.join(STAGES)}, {SUPERVISOR}, or some with +")
+    for how in hows.split(","):
+        if how not in HOWS:
+            raise KillError(f"--signal: {how} is none of {', '.join(HOWS)}")
+    return [Cell(target, how) for target in targets for how in hows.split(",")]
+
+
+def plan(
+    seed: int, cells: Sequence[Cell], kills: int, wait_s: tuple[float, float]
+) -> Iterator[tuple[Cell, list[Kill]]]:
+    """`kills` of each cell; all instants from the seed. wait_s: the least and the most from recovery to kill."""
+    for cell in cells:
+        rng = random.Random(f"{seed} {cell.target} {cell.how}")
+        made = []
+        for _ in range(kills):
+            wait = rng.uniform(*wait_s)
+            apart = [0.0, *(rng.choice((0.0, rng.uniform(0, APART_S))) for _ in cell.stages[1:])]
+            made.append(Kill(cell, wait, tuple(apart)))
+        yield cell, made
+
+
+@dataclass
+class Death:
+    """One process that was killed. Times: perf_counter nanoseconds, 0 = not seen."""
+
+    stage: str
+    how: str
+    pid: int
+    struck_ns: int = 0
+    dead_ns: int = 0
+    collected_ns: int = 0  # by its parent, which must have noticed
+    replaced_ns: int = 0  # its successor was there, not ready yet
+
+    @property
+    def detection_ms(self) -> float | None:
+        """From the signal until the supervisor had collected the process: the kernel's time to end it is part of it,
+        and for what does not die by itself somebody's time to notice.
+        """
+        return (self.collected_ns - self.struck_ns) / 1e6 if self.struck_ns and self.collected_ns else None
+
+
+@dataclass
+class Strike:
+    """One kill that was carried out. Times: perf_counter nanoseconds, 0 = not seen."""
+
+    kill: Kill
+    deaths: list[Death]
+    recovered_ns: int = 0  # a request that was sent behind the last death had its first token, by new processes
+
+    @property
+    def at_ns(self) -> int:
+        return self.deaths[0].struck_ns
+
+    @property
+    def recovery_ms(self) -> float | None:
+        """From the last death to the first token of a request that was sent behind it."""
+        return (self.recovered_ns - self.deaths[-1].struck_ns) / 1e6 if self.recovered_ns else None
+
+
+class Victim:
+    """One process that is about to be killed: its number cannot come to mean another one meanwhile."""
+
+    def __init__(self, stage: str, pid: int) -> None:
+        """Raises OSError if it is gone already."""
+        self.stage = stage
+        self.pid = pid
+        self._pidfd = os.pidfd_open(pid)
+        stat = stat_of(pid)
+        self._start = stat.start if stat else -1
+
+    def strike(self, death: Death) -> None:
+        """Kill it, as `death` says. Raises OSError if it is gone, or may not be traced."""
+        death.struck_ns = time.perf_counter_ns()
+        if death.how == EXIT:
+            exit_now(self.pid)
+        else:
+            signal.pidfd_send_signal(self._pidfd, SIGNALS[death.how])
+
+    def watch(self, death: Death, seconds: float) -> None:
+        """Wait until it is dead and collected; what does not happen within `seconds` stays 0.
+
+        For a thread that waits already when the process is struck, or its clock would start late.
+        """
+        deadline = time.monotonic() + seconds
+        poller = select.poll()
+        poller.register(self._pidfd, select.POLLIN)
+        if not poller.poll(seconds * 1000):
+            return
+        death.dead_ns = time.perf_counter_ns()
+        while (stat := stat_of(self.pid)) is not None and stat.start == self._start:
+            if time.monotonic() > deadline:
+                return
+            time.sleep(LOOK_S)
+        death.collected_ns = time.perf_counter_ns()
+
+    def close(self) -> None:
+        os.close(self._pidfd)
+
+
+def find(supervisor: int, stage: str, other_than: int = 0) -> int | None:
+    """The pid of a stage that lives and is not `other_than`, or None."""
+    pid = stages_below(supervisor).get(stage)
+    return None if pid == other_than else pid

@@ -1,0 +1,268 @@
+"""What a run under faults has shown: a line for each target and signal, and everything behind it as one document.
+
+Owns the figures and their names. Pure functions over values: no clock, no socket, no printing.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import re
+import statistics
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from tools.bench_figures import aligned, percentile
+from tools.chaos_check import KINDS, Fault, kinds_of
+from tools.chaos_history import History
+from tools.chaos_kill import Cell, Strike
+from tools.chaos_load import Told
+from tools.chaos_processes import Leaks
+
+# The server's line about a death, as its supervisor writes it.
+LINE = re.compile(r"^stepahead: (\w+) died \((.*)\), back after ([\d.]+) s in epoch (\d+); (\d+) (.*)$", re.MULTILINE)
+HEADINGS = (
+    *("stage", "signal", "kills", "requests", *KINDS, "detection", "pause", "recovery"),
+    *("processes", "fds", "memfd", "pages", "zombies", "rows", "restarts", "back"),
+)
+LEGEND = """requests: checked, of which so many were lost, had something missing, doubled or different
+detection: from the signal until the supervisor had collected the process; pause: the longest silence of
+any stream around the kill; recovery: until the first token of a request sent behind the kill; each p50/p99 in ms
+processes to rows: what an idle server holds more than before, memfd in bytes; restarts: more than there were kills
+back: kills after which the server served again"""
+
+
+class Line(NamedTuple):
+    """What the server's log says of one death."""
+
+    stage: str
+    reason: str
+    back_s: float
+    epoch: int
+    retried: int
+    what: str
+
+
+@dataclass(frozen=True)
+class Story:
+    """One request of the run: what was sent, what came, and what is wrong with it."""
+
+    told: Told
+    history: History
+    faults: Sequence[Fault]
+
+
+@dataclass
+class Phase:
+    """The kills of one cell on one server, and all requests that were sent meanwhile."""
+
+    cell: Cell | None  # None: nothing is killed
+    planned: int = 0  # kills
+    strikes: list[Strike] = field(default_factory=list)
+    stories: list[Story] = field(default_factory=list)
+    leaks: Leaks = field(default_factory=Leaks)
+    extra_restarts: int = 0  # more than kills
+    unheard: int = 0  # 1: the server gave no metrics when all was over
+    lines: list[Line] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Row:
+    """The figures of one cell. Times in milliseconds, one for each kill for which it is known."""
+
+    stage: str
+    signal: str
+    kills: int
+    requests: int
+    faulty: Mapping[str, int]  # requests, by kind of fault
+    detection_ms: Sequence[float]
+    pause_ms: Sequence[float]
+    recovery_ms: Sequence[float]
+    leaks: Leaks
+    extra_restarts: int
+    unheard: int
+    recovered: int  # kills after which the server served again
+    untold: int  # deaths without a line in the log
+
+    @property
+    def is_clean(self) -> bool:
+        """Whether nobody noticed more than a pause, and nothing is left."""
+        harmed = any(self.faulty.values()) or bool(self.leaks) or self.extra_restarts or self.unheard
+        return not harmed and self.recovered == self.kills
+
+
+def silence_ms(moments_ns: Iterable[Sequence[int]], begin_ns: int, end_ns: int) -> float:
+    """The longest time between two moments of one stream that reaches into begin..end; 0 for none."""
+    gaps = (
+        later - earlier
+        for moments in moments_ns
+        if moments and moments[-1] > begin_ns and moments[0] < end_ns
+        for earlier, later in itertools.pairwise(moments)
+        if later > begin_ns and earlier < end_ns
+    )
+    return max(gaps, default=0) / 1e6
+
+
+def step_ms(stories: Iterable[Story]) -> float:
+    """The median time between two events of one stream, of clients that read at once; 0 for none."""
+    gaps = [
+        later - earlier
+        for story in stories
+        if story.told.request.is_patient
+        for earlier, later in itertools.pairwise(story.told.answer.times_ns)
+        if later > earlier
+    ]
+    return statistics.median(gaps) / 1e6 if gaps else 0.0
+
+
+def row_of(phases: Sequence[Phase]) -> Row:
+    """Sum up the phases of one cell."""
+    cell = phases[0].cell
+    strikes = [strike for phase in phases for strike in phase.strikes]
+    pauses = []
+    for phase in phases:
+        streams = [story.told.moments_ns() for story in phase.stories if story.told.request.is_patient]
+        for strike in phase.strikes:
+            end_ns = strike.recovered_ns or max((moments[-1] for moments in streams), default=strike.at_ns)
+            pauses.append(silence_ms(streams, strike.at_ns, end_ns))
+    leaks = Leaks()
+    for phase in phases:
+        leaks += phase.leaks
+    deaths = [death for strike in strikes for death in strike.deaths]
+    found = [kinds_of(story.faults) for phase in phases for story in phase.stories]
+    return Row(
+        stage=cell.target if cell else "none",
+        signal=cell.how if cell else "-",
+        kills=sum(phase.planned for phase in phases),
+        requests=len(found),
+        faulty={kind: sum(kind in kinds for kinds in found) for kind in KINDS},
+        detection_ms=[ms for death in deaths if (ms := death.detection_ms) is not None],
+        pause_ms=pauses,
+        recovery_ms=[ms for strike in strikes if (ms := strike.recovery_ms) is not None],
+        leaks=leaks,
+        extra_restarts=sum(phase.extra_restarts for phase in phases),
+        unheard=sum(phase.unheard for phase in phases),
+        recovered=sum(strike.recovered_ns > 0 for strike in strikes),
+        untold=max(0, len(deaths) - sum(len(phase.lines) for phase in phases)),
+    )
+
+
+def rows_of(phases: Sequence[Phase]) -> list[Row]:
+    """A row for each cell, in the order in which they began."""
+    by_cell: dict[Cell | None, list[Phase]] = {}
+    for phase in phases:
+        by_cell.setdefault(phase.cell, []).append(phase)
+    return [row_of(of_cell) for of_cell in by_cell.values()]
+
+
+def lines_in(log: str) -> list[Line]:
+    """The deaths that a server's log tells of."""
+    return [
+        Line(stage, reason, float(back), int(epoch), int(retried), what)
+        for stage, reason, back, epoch, retried, what in LINE.findall(log)
+    ]
+
+
+def table_text(rows: Sequence[Row], step: float) -> str:
+    """The table in columns of plain text, with its legend. step: milliseconds of a step in calm."""
+    body = [
+        (
+            *(row.stage, row.signal, str(row.kills), str(row.requests), *(str(row.faulty[kind]) for kind in KINDS)),
+            *(_quantiles(row.detection_ms), _quantiles(row.pause_ms), _quantiles(row.recovery_ms)),
+            *(
+                str(getattr(row.leaks, name))
+                for name in ("processes", "fds", "memfd_bytes", "pages", "zombies", "rows")
+            ),
+            *(str(row.extra_restarts), f"{row.recovered}/{row.kills}"),
+        )
+        for row in rows
+    ]
+    return "\n".join([*aligned([HEADINGS, *body], left=2), LEGEND, f"a step in calm: {step:.1f} ms"])
+
+
+def phase_text(phase: Phase) -> str:
+    """A line for one phase, while others are still to come."""
+    row = row_of([phase])
+    faulty = ", ".join(f"{count} {kind}" for kind, count in row.faulty.items())
+    return f"{row.stage}, {row.signal}: {row.recovered} of {row.kills} served again; {row.requests} requests, {faulty}"
+
+
+def faults_text(phases: Sequence[Phase], most: int = 20) -> str:
+    """A line for each faulty request, the first ones."""
+    lines = []
+    for phase in phases:
+        name = f"{phase.cell.target} {phase.cell.how}" if phase.cell else "none"
+        lines += [f"{name}: {note}" for note in phase.notes]
+        for story in phase.stories:
+            for fault in story.faults[:1]:
+                what = f"{fault.kind} {fault.what} x{fault.count} in choice {fault.choice}"
+                asked = f"request {story.told.request.number} ({story.told.request.kind})"
+                lines.append(f"{name}: {asked}: {what}: {fault.detail}")
+    more = [f"and {len(lines) - most} more"] if len(lines) > most else []
+    return "\n".join([*lines[:most], *more])
+
+
+def document_of(phases: Sequence[Phase], step: float, about: Mapping[str, Any]) -> dict[str, Any]:
+    """Everything as plain values for JSON. about: the options of the run. Times in ms, instants since the first."""
+    first_ns = min((story.told.sent_ns for phase in phases for story in phase.stories), default=0)
+    rows = rows_of(phases)
+    return {
+        **about,
+        "is_clean": all(row.is_clean for row in rows),
+        "step_ms": step or None,
+        "rows": [_row_document(row) for row in rows],
+        "strikes": [_strike_document(strike, first_ns) for phase in phases for strike in phase.strikes],
+        "lines": [line._asdict() for phase in phases for line in phase.lines],
+        "notes": [note for phase in phases for note in phase.notes],
+        "faults": [
+            {
+                "stage": phase.cell.target if phase.cell else "none",
+                "signal": phase.cell.how if phase.cell else "-",
+                "request": story.told.request.number,
+                "request_kind": story.told.request.kind,
+                **dataclasses.asdict(fault),
+                "at_ms": (fault.at_ns - first_ns) / 1e6,
+            }
+            for phase in phases
+            for story in phase.stories
+            for fault in story.faults
+        ],
+    }
+
+
+def _row_document(row: Row) -> dict[str, Any]:
+    times = {
+        f"{name}_p{share}": percentile(values, share) if values else None
+        for name in ("detection_ms", "pause_ms", "recovery_ms")
+        if (values := getattr(row, name)) is not None
+        for share in (50, 99)
+    }
+    return {**dataclasses.asdict(row), **times, "is_clean": row.is_clean}
+
+
+def _strike_document(strike: Strike, first_ns: int) -> dict[str, Any]:
+    return {
+        "stage": strike.kill.cell.target,
+        "signal": strike.kill.cell.how,
+        "at_ms": (strike.at_ns - first_ns) / 1e6,
+        "recovery_ms": strike.recovery_ms,
+        "deaths": [
+            {
+                "stage": death.stage,
+                "pid": death.pid,
+                "after_ms": (death.struck_ns - strike.at_ns) / 1e6,
+                "dead_ms": (death.dead_ns - death.struck_ns) / 1e6 if death.dead_ns else None,
+                "detection_ms": death.detection_ms,
+                "replaced_ms": (death.replaced_ns - death.struck_ns) / 1e6 if death.replaced_ns else None,
+            }
+            for death in strike.deaths
+        ],
+    }
+
+
+def _quantiles(values: Sequence[float]) -> str:
+    """The median and the 99th percentile, with a decimal where they are small."""
+    told = [percentile(values, share) for share in (50, 99)] if values else []
+    return "/".join(f"{value:.1f}" if value < 10 else f"{value:.0f}" for value in told) or "-"
