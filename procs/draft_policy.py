@@ -56,11 +56,6 @@ class DraftPolicy:
         if not self._always and self._batch(rows).took(drafted, ns, self.gain):
             self._seen = min(self._seen, DATED)
 
-    def lost(self) -> None:
-        """No result comes of the steps that were launched and are not over: their trials are launched once more."""
-        for batch in self._batches.values():
-            batch.lost()
-
     def _batch(self, rows: int) -> "_Batch":
         size = (rows * 181 >> 7).bit_length()  # about sqrt(2) rows: powers of two are amid their size, not at an edge
         if size not in self._batches:
@@ -90,10 +85,6 @@ class _Batch:
             return self.pays
         self._to_launch -= 1
         return not self.pays
-
-    def lost(self) -> None:
-        """See `DraftPolicy.lost`."""
-        self._to_launch = self._to_see
 
     @property
     def loses(self) -> bool:

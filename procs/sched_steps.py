@@ -175,7 +175,6 @@ class Steps:
                 (flight.chunk_entries, flight.chunk_incarnations),
             ):
                 running |= set(entries[state.incarnation[entries] == lives].tolist())
-        self.drafting.lost()
         self.rows.forget_device(np.array(sorted(running), dtype=np.int64))
 
     def drop(self) -> Flight:

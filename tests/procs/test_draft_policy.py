@@ -186,23 +186,3 @@ def test_always_is_always_and_no_drafts_are_none() -> None:
 
 def test_a_step_of_chunks_alone_has_no_say() -> None:
     assert machine().policy.drafts(0) == 3
-
-
-@pytest.mark.parametrize("told", [True, False])
-def test_a_trial_whose_steps_are_lost_is_launched_again(told: bool) -> None:
-    """A gpu process that dies takes the steps in flight along; whoever waits for them waits for ever."""
-    policy = DraftPolicy(3, always=False)
-    for _ in range(20):
-        if drafted := policy.drafts(4) > 0:
-            break
-        policy.took(4, drafted, 1000)
-    assert drafted, "a trial has begun"
-    while policy.drafts(4):  # all of its steps are launched, and die
-        pass
-    if told:
-        policy.lost()
-    later = []
-    for _ in range(5000):
-        later.append(policy.drafts(4) > 0)
-        policy.took(4, later[-1], 1000)
-    assert any(later) == told
