@@ -29,7 +29,7 @@ from procs.token_text import TextTable, UnknownDecoder
 from procs.tokenizer_files import load_tokenizer
 from shm import child
 from shm.channel import Sender
-from shm.faults import fault
+from shm.faults import fault, wrong
 from shm.ledger import FINISH_NAMES, FINISH_NONE, Ledger
 from shm.records import read_progress
 from shm.ring import RingConsumer
@@ -77,7 +77,7 @@ def open_row(
     stop_ids = ledger.stop_ids[row].tolist()  # padded with -1, which no token is
     tokens = ledger.tokens[row, int(ledger.prompt_len[row]) :]
     state = RowText(generation, tokens, OutputText(table, stops(strings) if strings else None, stop_ids))
-    delivered = int(ledger.delivered[row])
+    delivered = 0 if wrong("text.ignores_delivered") else int(ledger.delivered[row])
     state.output.push(tokens[:delivered].tolist())
     state.told = delivered
     state.finished = state.output.stop_count > 0

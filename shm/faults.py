@@ -6,10 +6,11 @@ change anything by itself.
 
     STEPAHEAD_FAULTS="gpu.after_forward=crash  scheduler.tokens_stored=stop@3  tokenizer.row_taken=crash#*?77"
 
-    NAME=ACTION[@N][+SECONDS][#EPOCH][?VALUE]
+    NAME=ACTION[@N][+SECONDS][#EPOCH][?VALUE]   or   WRONG
 
 at the N-th pass (1 if not said) of the process that has this epoch (1 if not said, * = every one); if VALUE is said, of
 those passes that concern it; if SECONDS are said, of those that come so long after the process' first pass anywhere.
+A WRONG is a rule of the recovery that a stage then breaks, for whoever has to find out whether that would be noticed.
 """
 
 from __future__ import annotations
@@ -62,6 +63,13 @@ NAMES = (
     "supervisor.stage_buried",
     "supervisor.stage_started",
 )
+# Rules that can be broken.
+WRONGS = (
+    "scheduler.counts_before_tokens",
+    "scheduler.takes_old_results",
+    "gpu.runs_old_steps",
+    "text.ignores_delivered",
+)
 _PLAN = re.compile(
     r"([\w.]+)=(crash|abort|segv|stop|exit|raise|delay:[\d.]+)(?:@(\d+))?(?:\+([\d.]+))?(?:#(\d+|\*))?(?:\?(\d+))?"
 )
@@ -109,6 +117,8 @@ def parse(text: str) -> dict[str, list[Plan]]:
     """The plans of the variable, by name. Raises ValueError for what it cannot mean."""
     plans: dict[str, list[Plan]] = {}
     for word in text.split():
+        if word in WRONGS:
+            continue
         match = _PLAN.fullmatch(word)
         if match is None or match[1] not in NAMES:
             raise ValueError(f"{VARIABLE}: {word!r} is no fault")
@@ -123,8 +133,10 @@ def parse(text: str) -> dict[str, list[Plan]]:
 class Faults:
     """The faults of one process."""
 
-    def __init__(self, plans: dict[str, list[Plan]]) -> None:
-        self._plans = plans
+    def __init__(self, text: str) -> None:
+        """text: of the variable. Raises ValueError for what it cannot mean."""
+        self._plans = parse(text)
+        self._wrongs = frozenset(text.split()) & frozenset(WRONGS)
         self.epoch = 1
         self._first_s = 0.0
 
@@ -137,11 +149,22 @@ class Faults:
         for plan in met:
             plan.happen(name)
 
+    def does_wrong(self, name: str) -> bool:
+        """Whether the rule is to be broken."""
+        assert name in WRONGS, name
+        return name in self._wrongs
+
 
 def _off(_name: str, _values: Values | None = None) -> None:
     """No fault is wanted."""
 
 
-FAULTS = Faults(parse(os.environ.get(VARIABLE, "")))
+def _right(_name: str) -> bool:
+    """No rule is to be broken."""
+    return False
+
+
+FAULTS = Faults(os.environ.get(VARIABLE, ""))
 # Call it with a name of NAMES; `values` gives the numbers that are concerned, such as seeds, if somebody asks.
 fault: Callable[..., None] = FAULTS.point if os.environ.get(VARIABLE) else _off
+wrong: Callable[[str], bool] = FAULTS.does_wrong if os.environ.get(VARIABLE) else _right

@@ -11,9 +11,10 @@ from pathlib import Path
 import pytest
 
 from shm import faults
-from shm.faults import NAMES, Fault, Faults, parse
+from shm.faults import NAMES, WRONGS, Fault, Faults, parse
 
 ROOT = Path(__file__).resolve().parents[2]
+WRONG = re.compile(r'\bwrong\("([\w.]+)"\)')
 CALL = re.compile(r'\bfault\(\s*"([\w.]+)"')
 ROW = re.compile(r"^\| `([\w.]+)` \| .+ \| .+ \|$", re.MULTILINE)
 
@@ -29,7 +30,23 @@ def test_code_list_and_table_name_the_same_points() -> None:
 
 def test_off_is_an_empty_function() -> None:
     assert faults.VARIABLE not in os.environ
-    assert faults.fault is faults._off
+    assert faults.fault is faults._off and faults.wrong is faults._right
+    assert not any(map(faults.wrong, WRONGS))
+
+
+def test_every_rule_that_can_be_broken_is_asked_for_somewhere_and_only_those_named_are_broken() -> None:
+    asked = {
+        name
+        for folder in ("gpu", "procs", "frontend")
+        for path in (ROOT / folder).rglob("*.py")
+        for name in WRONG.findall(path.read_text())
+    }
+    assert asked == set(WRONGS)
+    broken = Faults(f"{WRONGS[0]} gpu.step_seen=raise@2")
+    assert [broken.does_wrong(name) for name in WRONGS] == [True, False, False, False]
+    broken.point("gpu.step_seen")
+    with pytest.raises(Fault):
+        broken.point("gpu.step_seen")
 
 
 @pytest.mark.parametrize("text", ["gpu.nowhere=crash", "gpu.step_seen", "gpu.step_seen=burn", "gpu.step_seen=crash@x"])
@@ -40,7 +57,7 @@ def test_what_is_no_fault_is_refused(text: str) -> None:
 
 def passes(text: str, epoch: int = 1, value: int = 0) -> list[int]:
     """At which of ten passes through gpu.step_seen the fault happens."""
-    points, found = Faults(parse(text)), []
+    points, found = Faults(text), []
     points.epoch = epoch
     for number in range(1, 11):
         try:
