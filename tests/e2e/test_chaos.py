@@ -58,3 +58,28 @@ def test_nothing_is_left_behind_a_supervisor(model: Path, tmp_path: Path) -> Non
     assert (status, row["recovered"], report["faults"]) == (0, 1, []), said
     assert row["requests"] >= 6, "all streams were cut, and what they had was right"
     assert not any(row["leaks"].values())
+
+
+@pytest.mark.parametrize("seed", [11])
+def test_every_stage_is_killed_in_every_way_and_nobody_notices(model: Path, tmp_path: Path, seed: int) -> None:
+    ways = ("--kills", "1", "--stage", "all", "--signal", "KILL,STOP,ABRT,SEGV,exit", "--apart", "0.2,0.6")
+    status, said, report = chaos(model, tmp_path, *ways, "--seed", str(seed))
+    assert (status, report["is_clean"], report["faults"]) == (0, True, []), said
+    rows = report["rows"]
+    assert len(rows) == 25 and all(row["kills"] == row["recovered"] == 1 for row in rows)
+
+
+@pytest.mark.parametrize(
+    ("rule", "stage", "kinds"),
+    [
+        ("scheduler.counts_before_tokens", "scheduler", "different,missing,lost"),
+        ("scheduler.takes_old_results", "scheduler", "different,missing,lost"),
+        ("gpu.runs_old_steps", "gpu", "different,missing,lost"),
+        ("text.ignores_delivered", "detokenizer", "doubled"),
+    ],
+)
+def test_a_rule_that_is_broken_is_found_out(model: Path, tmp_path: Path, rule: str, stage: str, kinds: str) -> None:
+    """Or else a run that finds nothing would prove nothing."""
+    ways = ("--kills", "4", "--stage", stage, "--signal", "KILL", "--apart", "0.2,0.6", "--bound", "15")
+    status, said, _ = chaos(model, tmp_path, *ways, "--plant", rule, "--expect", kinds)
+    assert status == 0, said
