@@ -79,7 +79,7 @@ class ExecutorRig:
     def push(self, number: int, decode: list[int], chunk: tuple[int, ...] | None = None, pages: int = 0) -> None:
         view = StepLayout(self.config).view(self.steps.slot())
         view.clear()
-        view.step, view.gpu_epoch = number, 1
+        view.step, view.gpu_epoch = number, self.memory.control.epoch("gpu")
         view.kind = STEP_MIXED if chunk else STEP_DECODE
         view.n_decode, view.n_chunks, view.n_slot_writes = len(decode), int(chunk is not None), pages
         view.decode_entries[: len(decode)] = decode

@@ -290,13 +290,16 @@ def values_of(cache: Any) -> Any:
 
 
 def audited(model: Path, trainer: Trainer, prompt: list[int], device: AuditDevice) -> AuditDevice:
-    """Each step ends before the scheduler goes on: what it writes meanwhile is not the step's."""
+    """Each step ends before the scheduler goes on: what it writes meanwhile is not the step's. Nor does any run while
+    it is queued: an audit changes for a moment what the queueing reads.
+    """
     config = with_drafter(config_of(model, max_running=1), trainer, 3)
     served = Served(config, [Asked(prompt=prompt, max_new=5)], device)
     push = served._push
 
     def push_and_wait() -> bool:
-        pushed = push()
+        with device.one_at_a_time:
+            pushed = push()
         device.synchronize()
         return pushed
 
