@@ -16,8 +16,11 @@ from procs.sched_rows import Rows
 from shm.ledger import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 
 
-def recover(rows: Rows) -> int:
-    """Queue every live row again, oldest first, with its prompt and output so far. Returns how many there are."""
+def recover(rows: Rows, at_work: bool = True) -> int:
+    """Queue every live row again, oldest first, with its prompt and output so far. Returns how many there are.
+
+    at_work: the scheduler before died while it worked on its batch; one that waited for the device died of no row.
+    """
     ledger = rows.ledger
     ready = ledger.ready.copy()
     known = (ready > 0) & (ready == ledger.generation)
@@ -37,7 +40,8 @@ def recover(rows: Rows) -> int:
     in_batch = live[(ledger.admitted[live] == ready[live]) & (ledger.done[live] != ready[live])]
     if len(in_batch):
         ledger.admitted[in_batch] = 0  # first: a death from here on is not counted once more
-        rows.give_up(rows.quarantine.blame(ledger.scheduler_deaths, in_batch))
+        if at_work:
+            rows.give_up(rows.quarantine.blame(ledger.scheduler_deaths, in_batch))
     if len(done):
         rows.report(done, ready[done], ledger.count[done], ledger.finish[done])
     return len(live)

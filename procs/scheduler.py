@@ -13,6 +13,7 @@ With overlap two steps are in flight while it waits; without, one.
 
 import gc
 import time
+from collections.abc import Callable
 
 from procs.sched_audit import check_conservation
 from procs.sched_progress import ProgressOut
@@ -53,7 +54,9 @@ class Scheduler:
 
     def run(self) -> None:
         """Serve until SIGTERM; then end the steps in flight, tell what came of them, and return."""
-        recover(self.rows)
+        control = self._stage.control
+        recover(self.rows, control.at_work("scheduler"))
+        control.set_at_work("scheduler", True)
         self._tell()
         self._export()
         gc.freeze()  # what is alive now stays: a collection need not look at it again
@@ -141,9 +144,9 @@ class Scheduler:
         results, intake, progress = self._results, self._intake, self._progress
         begin = time.monotonic_ns()
         if len(self.steps.in_flight) < self._depth:
-            self._bell.wait(lambda: results.available() > 0 or intake.available() > 0 or progress.can_send)
+            self._wait(lambda: results.available() > 0 or intake.available() > 0 or progress.can_send)
         else:
-            self._bell.wait(lambda: results.available() > 0 or progress.can_send)
+            self._wait(lambda: results.available() > 0 or progress.can_send)
         end = time.monotonic_ns()
         self._stats.add("wait_ns_total", end - begin)
         self._trace.span(What.WAIT, self.steps.in_flight[0].step, begin, end)
@@ -199,7 +202,7 @@ class Scheduler:
             assert self._drop_stale(), "a result of a step that nobody queued"
             return
         if queue.space() == 0:  # after restarts in a row: what the ones before queued is still to be run
-            self._bell.wait(lambda: queue.space() > 0 or results.available() > 0 or progress.can_send)
+            self._wait(lambda: queue.space() > 0 or results.available() > 0 or progress.can_send)
             return
         if not self._audited and not self._stage.stopping:
             assert not rows.waiting and not rows.state.running, "work is waiting, and nothing runs"
@@ -207,9 +210,7 @@ class Scheduler:
             self._audited = True
             self._export()
         intake, stage = self._intake, self._stage
-        self._bell.wait(
-            lambda: intake.available() > 0 or results.available() > 0 or progress.can_send or stage.stopping
-        )
+        self._wait(lambda: intake.available() > 0 or results.available() > 0 or progress.can_send or stage.stopping)
 
     def _say_last_words(self) -> None:
         """Give the detokenizer a moment to take what it has not been told. If it is gone, so is whom it would tell."""
@@ -218,6 +219,13 @@ class Scheduler:
             self._bell.wait(lambda: self._progress.can_send)
             self._stage.beat()
             self._tell()
+
+    def _wait(self, ready: Callable[[], bool]) -> None:
+        """Wait at the doorbell; whoever dies here has died of no request."""
+        control = self._stage.control
+        control.set_at_work("scheduler", False)
+        self._bell.wait(ready)
+        control.set_at_work("scheduler", True)
 
     def _export(self) -> None:
         rows, stats = self.rows, self._stats

@@ -222,7 +222,8 @@ class Supervisor:
         if child.error and self._memory.control.state == STARTING:
             raise StageFailed(stage, reason)
         deaths = self._deaths[stage]
-        delay_s = deaths.died(now_s, now_s - child.ready_s if child.is_ready else 0.0)
+        served_s = self._memory.control.heartbeat_ns(stage) / 1e9 - child.ready_s if child.is_ready else 0.0
+        delay_s = deaths.died(now_s, served_s)  # a hang is no service, however long it takes to be noticed
         if delay_s is None:
             raise StageFailed(stage, f"{reason}; it has died too often, {deaths.in_a_row} times in a row")
         self._note(self._obituaries.died(stage, reason, now_s))

@@ -33,14 +33,14 @@ _FAILURE_TEXT = 128  # bytes; FAILURE_BYTES_MAX long
 # Two lines for every stage, behind the header
 _STAGE_WORDS = 2 * _LINE_WORDS
 _EPOCH, _PID, _RESTARTS, _SERVES, _DEATHS = range(5)  # writer: supervisor
-_WAITING, _HEARTBEAT_NS, _HEARS = _LINE_WORDS, _LINE_WORDS + 1, _LINE_WORDS + 2  # writer: the stage
+_WAITING, _HEARTBEAT_NS, _HEARS, _AT_WORK = range(_LINE_WORDS, _LINE_WORDS + 4)  # writer: the stage
 _BASE = HEADER_BYTES // 8
 # Behind the stages' lines: why each of them died, twice, so that the newest text stands still while another is written.
 _REASONS = HEADER_BYTES + len(STAGES) * _STAGE_WORDS * 8
 _REASON_BYTES = 4 * CACHE_LINE_BYTES  # zero behind the text
 _SCHEMA = schema_hash(
     f"{STAGES} {_STATE} {_FAILURE_BYTES} {_FAILURE_TEXT} {_STAGE_WORDS} {_WAITING} {_HEARTBEAT_NS} {_HEARS} "
-    f"{_DEATHS} {_REASON_BYTES}"
+    f"{_AT_WORK} {_DEATHS} {_REASON_BYTES}"
 )
 
 assert _FAILURE_TEXT + FAILURE_BYTES_MAX <= HEADER_BYTES
@@ -148,6 +148,16 @@ class Control:
     def set_hears(self, stage: str, epoch: int) -> None:
         """Writer: the stage."""
         self.words[_word(stage, _HEARS)] = epoch
+
+    def at_work(self, stage: str) -> bool:
+        """Whether the stage has requests in its hands: if it is dead, whether it died of what it did with them, or
+        while it waited.
+        """
+        return bool(self.words[_word(stage, _AT_WORK)])
+
+    def set_at_work(self, stage: str, at_work: bool) -> None:
+        """Writer: the stage."""
+        self.words[_word(stage, _AT_WORK)] = at_work
 
     def waiting(self, stage: str) -> bool:
         return bool(self.words[_word(stage, _WAITING)])

@@ -9,6 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from procs.sched_recovery import recover
 from procs.sched_steps import Flight, Steps
 from shm.ledger import FINISH_ERROR, FINISH_NONE
 from shm.limits import STEPS_IN_FLIGHT
@@ -193,3 +194,19 @@ def test_who_kills_the_scheduler_is_found(lazy: str, monkeypatch: pytest.MonkeyP
             deaths += 1
             server.restart_scheduler()
     assert killer.finish == FINISH_ERROR and deaths == 3
+
+
+def test_a_scheduler_that_waits_for_the_device_dies_of_nobody() -> None:
+    """The gpu process may be away for seconds: schedulers that die meanwhile say nothing about the only request."""
+    server = MortalServer(tiny_config(), [Request([1] * 9, 7)], "1")
+    server.one_turn()
+    for _ in range(5):
+        while server.queued:
+            SimulatedServer._run_step(server, check=False)
+        server.results.clear()
+        server.start_scheduler()
+        recover(server.rows, at_work=False)
+        server._read_progress()
+        server.one_turn()
+    server.run()
+    assert server.total("poison_total") == 0
