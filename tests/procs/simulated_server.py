@@ -100,13 +100,16 @@ class SimulatedServer:
         self.rows = Rows(self.config, self.ledger, self.stats.writer("scheduler"))
         self.steps = Steps(self.rows)
 
-    def restart_scheduler(self) -> None:
-        """Kill the scheduler, wherever it is, and start another. The device still runs what it was given."""
+    def restart_scheduler(self, at_work: bool = True) -> None:
+        """Kill the scheduler, wherever it is, and start another. The device still runs what it was given.
+
+        at_work: as `recover` has it; rows are blamed for deaths at work.
+        """
         while self.queued:
             self._run_step(check=False)
         self.results.clear()  # of the earlier scheduler's steps: dropped by their numbers
         self.start_scheduler()
-        recover(self.rows)
+        recover(self.rows, at_work)
         self._read_progress()
 
     def total(self, name: str) -> Any:

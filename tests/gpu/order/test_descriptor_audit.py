@@ -222,7 +222,7 @@ def test_no_crowded_workload_gives_an_alarm_whether_schedulers_die_or_not() -> N
             while any(not request.finish for request in server.requests) and server.turn < 400:
                 server.one_turn()
                 if chance.random() < 0.05:
-                    server.restart_scheduler()
+                    server.restart_scheduler(at_work=False)
                     audited.hook()
         else:
             server.run()
