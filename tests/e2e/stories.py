@@ -111,8 +111,15 @@ def wait_for(condition: Callable[[], bool], what: str, seconds: float = WAIT_SEC
 
 def pid_of(server: LiveServer, stage: str) -> int:
     """Of the process that runs now, once one does."""
-    wait_for(lambda: stage in process_titles(server.process.pid), stage)
-    return process_titles(server.process.pid)[stage]
+    found: list[int] = []
+
+    def is_there() -> bool:
+        pid = process_titles(server.process.pid).get(stage)  # one look: it may be gone in the next moment
+        found[:] = [] if pid is None else [pid]
+        return bool(found)
+
+    wait_for(is_there, stage)
+    return found[0]
 
 
 def kill(server: LiveServer, stage: str, how: signal.Signals = signal.SIGKILL) -> int:
