@@ -77,7 +77,6 @@ class _Batch:
         self._wait = self._hold if loses else FIRST_PLAIN  # steps until the other kind is tried
         self._to_launch = self._to_see = 0  # steps of a trial, of the kind that is not the rule
         self._overdue = 0  # steps that are the rule, seen since all of a trial was launched
-        self._since_trial = 0
 
     def launch(self) -> bool:
         """Whether the step that is launched now drafts."""
@@ -100,8 +99,7 @@ class _Batch:
             self._on_trial(drafted != self.pays, gain)
             return False
         self._wait -= 1
-        self._since_trial += 1
-        doubt = self.pays and self._since_trial >= DOUBT_STEPS and not self._would_pay(gain)
+        doubt = self.pays and self._hold - self._wait >= DOUBT_STEPS and not self._would_pay(gain)
         if self._wait > 0 and not doubt:
             return False
         self._to_launch = self._to_see = self._trial_steps
@@ -128,5 +126,5 @@ class _Batch:
         """After a trial, with times of both kinds from the same moment."""
         pays = self._would_pay(gain)
         self._hold = min(2 * self._hold, HOLD_STEPS_MAX) if pays == self.pays else HOLD_STEPS
-        self._wait, self._since_trial = self._hold, 0
+        self._wait = self._hold
         self.pays = pays

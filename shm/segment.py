@@ -21,7 +21,7 @@ from shm.limits import PAGE_BYTES
 
 VERSION = 1
 _MAGIC, _VERSION, _SCHEMA = 0, 1, 2  # u64 words of the first line
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
+SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL  # the size stays what it is
 
 
 class LayoutError(RuntimeError):
@@ -40,6 +40,19 @@ def memory_available_bytes() -> int:
             if line.startswith("MemAvailable:"):
                 return int(line.split()[1]) * 1024
     raise LayoutError("/proc/meminfo has no MemAvailable")
+
+
+def check_sealed(fd: int, size: int, what: str) -> None:
+    """Raise LayoutError, in which it is called `what`, unless `fd` is a memfd of `size` bytes, its size sealed."""
+    actual = os.fstat(fd).st_size
+    if actual != size:
+        raise LayoutError(f"{what}: descriptor {fd} has {actual} bytes, expected {size} bytes")
+    try:
+        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
+    except OSError as error:
+        raise LayoutError(f"{what}: descriptor {fd} is no memfd") from error
+    if seals & SEALS != SEALS:
+        raise LayoutError(f"{what}: descriptor {fd} is not sealed")
 
 
 class Segment:
@@ -76,7 +89,7 @@ class Segment:
         fd = os.memfd_create(f"stepahead-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
         try:
             os.posix_fallocate(fd, 0, size)
-            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+            fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
             segment = cls(fd, size, name)
         except BaseException:
             os.close(fd)
@@ -87,15 +100,7 @@ class Segment:
     @classmethod
     def attach(cls, fd: int, size: int, name: str) -> Segment:
         """Map a segment made by another process. Raises LayoutError if it is not a sealed memfd of `size` bytes."""
-        actual = os.fstat(fd).st_size
-        if actual != size:
-            raise LayoutError(f"segment {name}: expected {size} bytes, descriptor {fd} has {actual}")
-        try:
-            seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-        except OSError as error:
-            raise LayoutError(f"segment {name}: descriptor {fd} is no memfd") from error
-        if seals & _SEALS != _SEALS:
-            raise LayoutError(f"segment {name}: descriptor {fd} is not sealed")
+        check_sealed(fd, size, f"segment {name}")
         return cls(fd, size, name)
 
     def array(self, dtype: npt.DTypeLike, count: int, offset: int = 0) -> npt.NDArray[Any]:

@@ -25,7 +25,7 @@ import numpy as np
 import numpy.typing as npt
 
 from shm.limits import CACHE_LINE_BYTES, HEADER_BYTES
-from shm.segment import LayoutError, memory_available_bytes
+from shm.segment import SEALS, LayoutError, check_sealed, memory_available_bytes
 
 VERSION = 1
 EMPTY, PACKING, COMPLETE = range(3)
@@ -36,7 +36,6 @@ RECORD_WORDS = DIGEST_AT + DIGEST_BYTES // 8
 MAGIC = int.from_bytes(b"weights\0", "little")
 HUGE_BYTES = 2 << 20
 MADV_COLLAPSE = 25
-_SEALS = fcntl.F_SEAL_SHRINK | fcntl.F_SEAL_GROW | fcntl.F_SEAL_SEAL
 
 _libc = ctypes.CDLL(None, use_errno=True)
 _libc.mmap.restype = ctypes.c_void_p
@@ -57,7 +56,7 @@ def create_fd(nbytes: int) -> tuple[int, int]:
     fd = os.memfd_create("stepahead-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, _SEALS)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
     except BaseException:
         os.close(fd)
         raise
@@ -75,7 +74,9 @@ class WeightsMemory:
 
     def __init__(self, fd: int, size: int, digest: bytes) -> None:
         assert len(digest) == DIGEST_BYTES
-        _check(fd, size)
+        check_sealed(fd, size, "the memory of the weights")
+        if not size or size % HUGE_BYTES:
+            raise LayoutError(f"the memory of the weights has {size} bytes, not whole huge pages")
         self.size = size
         self._digest = digest
         self._taken = HEADER_BYTES
@@ -133,18 +134,6 @@ def _is_complete(record: npt.NDArray[np.uint64], size: int, digest: bytes) -> bo
         and int(record[BYTES_AT]) <= size - HEADER_BYTES
         and record[DIGEST_AT:].tobytes() == digest
     )
-
-
-def _check(fd: int, size: int) -> None:
-    actual = os.fstat(fd).st_size
-    if actual != size or size % HUGE_BYTES or not size:
-        raise LayoutError(f"the memory of the weights has {actual} bytes, expected {size}")
-    try:
-        seals = fcntl.fcntl(fd, fcntl.F_GET_SEALS)
-    except OSError as error:
-        raise LayoutError(f"the memory of the weights: descriptor {fd} is no memfd") from error
-    if seals & _SEALS != _SEALS:
-        raise LayoutError(f"the memory of the weights: descriptor {fd} is not sealed")
 
 
 def _allocate(fd: int, size: int) -> None:
