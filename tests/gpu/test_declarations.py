@@ -27,7 +27,9 @@ class AuditDevice(HostDevice):
         super().__init__(observer)
         self.buffers: list[ArrayBuffer] = []
         self.audited: set[str] = set()
-        self._one_at_a_time = threading.Lock()  # the lengths stream runs beside the forward stream
+        # The lengths stream runs beside the forward stream; and whoever queues a step reads its descriptor, in memory
+        # that an audit changes for a moment.
+        self.one_at_a_time = threading.Lock()
 
     def buffer(self, *args: Any, **kwargs: Any) -> ArrayBuffer:
         self.buffers.append(super().buffer(*args, **kwargs))
@@ -43,7 +45,7 @@ class AuditDevice(HostDevice):
 
     def launch(self, stream: Any, fn: Callable[[], None], *, reads: Regions, writes: Regions, name: str) -> None:
         def audited() -> None:
-            with self._one_at_a_time:
+            with self.one_at_a_time:
                 self._audit(name, fn, reads, writes)
 
         super().launch(stream, audited, reads=reads, writes=writes, name=name)
@@ -124,7 +126,8 @@ def run(device: AuditDevice, **options: Any) -> None:
     for row, prompt in prompts.items():
         bench.prompt(row, prompt)
     for step in steps:
-        bench.step(**step)
+        with device.one_at_a_time:
+            bench.step(**step)
         device.synchronize()
     device.close()
     tokens = [step.tokens for step in bench.completed]
