@@ -27,7 +27,9 @@ class AuditDevice(HostDevice):
         super().__init__(observer)
         self.buffers: list[ArrayBuffer] = []
         self.audited: set[str] = set()
-        self.one_at_a_time = threading.Lock()  # the lengths stream runs beside the forward stream
+        # The lengths stream runs beside the forward stream; and whoever queues a step reads its descriptor, in memory
+        # that an audit changes for a moment.
+        self.one_at_a_time = threading.Lock()
 
     def buffer(self, *args: Any, **kwargs: Any) -> ArrayBuffer:
         self.buffers.append(super().buffer(*args, **kwargs))
@@ -124,7 +126,7 @@ def run(device: AuditDevice, **options: Any) -> None:
     for row, prompt in prompts.items():
         bench.prompt(row, prompt)
     for step in steps:
-        with device.one_at_a_time:  # an audit changes for a moment what the queueing reads
+        with device.one_at_a_time:
             bench.step(**step)
         device.synchronize()
     device.close()
