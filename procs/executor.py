@@ -203,7 +203,7 @@ def open_backend(stage: child.Child) -> Backend:
 
     config = stage.config
     try:
-        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights)
+        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights, stage.boot.kv)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
@@ -235,6 +235,7 @@ def main() -> None:
         stats.set("kv_bytes", program.kv_bytes)
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
         executor = Executor(stage.config, opened, rings, stats, traces, stage.epoch)
+        opened.settle(is_kept=stage.control.memory("gpu") < stage.epoch)
         gc.freeze()  # what is here now stays: no collection needs to look at it again
         gc.enable()
         stage.ready(f"{graphs} graphs")

@@ -1,6 +1,8 @@
 """A scheduler dies, at whatever point, and a fresh one goes on from the ledger: nobody can tell from the answers."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -8,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from procs import sched_rows
+from procs import batch_state, pages, prefix_cache, sched_adoption, sched_recovery, sched_rows, sched_steps
 from procs.sched_recovery import recover
 from procs.sched_rows import Rows
 from shm.ledger import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Ledger
@@ -121,6 +123,55 @@ def test_deaths_again_and_again(passes: list[int], lazy: str) -> None:
     who is in hand at three deaths without getting on is taken for their cause.
     """
     run_with(Countdown(*passes), lazy, at_work=False)
+
+
+@pytest.mark.parametrize("more", [{"window": 3}, {"page_size": 1}], ids=["window", "small pages"])
+def test_a_death_at_any_line(more: dict[str, Any]) -> None:
+    """Of what keeps books, at the first and at a later time that it is run: what is adopted holds what its tokens say (the
+    server's audit), whatever the steps that are still queued write.
+    """
+    seen: dict[Line, int] = {}
+    adopted = run_until(more, lambda line: bool(seen.update({line: seen.get(line, 0) + 1})))
+    assert adopted == 0 and len(seen) > 150
+    for line, times in seen.items():
+        for at in sorted({1, times // 2 + 1}):
+            adopted += run_until(more, lambda other, line=line, left=[at]: other == line and countdown(left))  # type: ignore[misc]
+    assert adopted > 300
+
+
+Line = tuple[str, int]
+BOOKS = {
+    made.__file__: made.__name__
+    for made in (sched_rows, batch_state, sched_steps, sched_adoption, sched_recovery, prefix_cache, pages)
+}
+
+
+def countdown(left: list[int]) -> bool:
+    left[0] -= 1
+    return left[0] == 0
+
+
+def run_until(more: dict[str, Any], dies_at: Callable[[Line], bool]) -> int:
+    """Serve everything, with a new scheduler when one dies in front of a line. Returns how many pages were adopted."""
+    server = SimulatedServer(tiny_config(kv_tokens=64, max_len=24, **more), requests(), "1")
+
+    def trace(frame: FrameType, event: str, _arg: Any) -> Any:
+        name = BOOKS.get(frame.f_code.co_filename)
+        if name is not None and event == "line" and dies_at((name, frame.f_lineno)):
+            raise Killed
+        return trace if name else None
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        server.run()
+    except Killed:
+        sys.settrace(before)
+        server.restart_scheduler()
+        server.run()
+    finally:
+        sys.settrace(before)
+    return int(server.total("adopted_pages_total"))
 
 
 @pytest.fixture
