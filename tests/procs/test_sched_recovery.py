@@ -127,7 +127,7 @@ def test_deaths_again_and_again(passes: list[int], lazy: str) -> None:
 
 @pytest.mark.parametrize("more", [{"window": 3}, {"page_size": 1}], ids=["window", "small pages"])
 def test_a_death_at_any_line(more: dict[str, Any]) -> None:
-    """Of what keeps books, at the first and at a later time that it is run: what is adopted holds what its tokens say (the
+    """Of what keeps books, at the first and a later time that it is run: what is adopted holds what its tokens say (the
     server's audit), whatever the steps that are still queued write.
     """
     seen: dict[Line, int] = {}
