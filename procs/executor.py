@@ -6,7 +6,7 @@ the copy stream, which writes the result straight into the result ring and only 
 because that slot is the pinned descriptor that the device may still read.
 
 Two threads, each with its own words: the launch loop (heartbeat, launch spans) and the copy stream (result head, step
-tail, all other counters).
+tail, all other counters). A third one looks after the memory of the caches and has none.
 
 What belongs to the device is imported once the stage has booted, so that whatever is wrong with it (a broken numba, a
 library that is missing) reaches the supervisor as the reason.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -238,6 +239,7 @@ def main() -> None:
         opened.settle(is_kept=stage.control.memory("gpu") < stage.epoch)
         gc.freeze()  # what is here now stays: no collection needs to look at it again
         gc.enable()
+        threading.Thread(target=opened.caches.tend, name="tend caches", daemon=True).start()
         stage.ready(f"{graphs} graphs")
         executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)
         device.close()

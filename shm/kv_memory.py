@@ -4,8 +4,8 @@ Owns the memfd, the record at its start, and the mapping. What a page holds is k
 known here is whether the bytes mean the same to this process as to the one before. It may hold no lock. Its writer is
 the gpu process that serves; one that only gets ready may map it, and write to the padding page.
 
-Memory is taken page by page as the caches fill. Nothing is ever cleared: attention uses no key that is not a row's own,
-whatever lies behind.
+Memory is taken page by page as the caches fill, and put into huge pages where it has been. Nothing is ever cleared:
+attention uses no key that is not a row's own, whatever lies behind.
 
 The record is little-endian words of 8 bytes: magic, version, state, and 32 bytes of digest.
 
@@ -14,15 +14,17 @@ The record is little-endian words of 8 bytes: magic, version, state, and 32 byte
 
 from __future__ import annotations
 
+import errno
 import fcntl
-import mmap
 import os
+import time
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from shm.limits import CACHE_LINE_BYTES, HEADER_BYTES, PAGE_BYTES
+from shm.huge_memory import HUGE_BYTES, HugeMapping
+from shm.limits import CACHE_LINE_BYTES, HEADER_BYTES
 from shm.segment import SEALS, LayoutError, check_sealed
 
 VERSION = 1
@@ -31,12 +33,15 @@ DIGEST_BYTES = 32
 # Words of the record.
 MAGIC_AT, VERSION_AT, STATE_AT, DIGEST_AT = range(4)
 RECORD_WORDS = DIGEST_AT + DIGEST_BYTES // 8
+# Of the thread that puts memory into huge pages.
+PAUSE_SECONDS, REST_SECONDS = 0.1, 5.0
+REFUSED_MAX = 8  # in a row: memory is in pieces
 MAGIC = int.from_bytes(b"kvcache\0", "little")
 
 
 def create_fd(nbytes: int) -> tuple[int, int]:
     """Return a memfd for `nbytes` of caches, its size sealed, and that size. It takes no memory yet."""
-    size = -(-(HEADER_BYTES + nbytes) // PAGE_BYTES) * PAGE_BYTES
+    size = -(-(HEADER_BYTES + nbytes) // HUGE_BYTES) * HUGE_BYTES
     fd = os.memfd_create("stepahead-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.ftruncate(fd, size)
@@ -59,11 +64,8 @@ class KvMemory:
         check_sealed(fd, size, "the memory of the KV caches")
         self._digest = digest
         self._taken = HEADER_BYTES
-        try:
-            mapped = mmap.mmap(fd, size)
-        except OSError as error:  # a limit on address space, or on locked memory
-            raise MemoryError(f"the KV caches need {size >> 20} MiB: {error.strerror}") from error
-        self._bytes: npt.NDArray[np.uint8] = np.frombuffer(mapped, np.uint8)
+        self._mapping = HugeMapping(fd, size, writable=True)
+        self._bytes = np.asarray(self._mapping)
         self._words = self._bytes[: 8 * RECORD_WORDS].view(np.uint64)
 
     def array(self, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
@@ -76,7 +78,8 @@ class KvMemory:
         if end > len(self._bytes):
             raise MemoryError(f"the KV caches are larger than the {len(self._bytes)} bytes that were made for them")
         self._taken = -(-end // CACHE_LINE_BYTES) * CACHE_LINE_BYTES
-        return self._bytes[begin:end].view(dtype).reshape(shape)
+        made: npt.NDArray[Any] = self._bytes[begin:end].view(dtype).reshape(shape)
+        return made
 
     def settle(self, is_kept: bool) -> None:
         """From here on this process is the writer. is_kept: what its predecessor left counts on, see `Control.memory`.
@@ -94,6 +97,29 @@ class KvMemory:
         wanted = MAGIC.to_bytes(8, "little") + VERSION.to_bytes(8, "little")
         if self._words[:STATE_AT].tobytes() != wanted or self._words[DIGEST_AT:].tobytes() != self._digest:
             raise LayoutError("the KV caches that the gpu process before this one left are laid out otherwise")
+
+    def tend(self, pause_s: float = PAUSE_SECONDS, rest_s: float = REST_SECONDS) -> None:
+        """Put what has come into use into huge pages, a stretch after the other, in a thread of its own.
+
+        It returns when all is, or when there are no huge pages. One call of the kernel takes milliseconds, and who
+        touches the stretch meanwhile waits: so there is a pause behind each, and a long rest behind a round for
+        nothing.
+        """
+        small, refused = list(range(0, len(self._bytes), HUGE_BYTES)), 0
+        while small:
+            left: list[int] = []
+            for begin in small:
+                failed = self._mapping.collapse(begin, HUGE_BYTES)
+                left += [begin] if failed else []
+                if failed == errno.EINVAL:  # nothing is there yet
+                    continue
+                refused = refused + 1 if failed == errno.ENOMEM else 0
+                if refused == REFUSED_MAX:
+                    return
+                time.sleep(pause_s)
+            if len(left) == len(small):
+                time.sleep(rest_s)
+            small = left
 
     def _store(self, index: int, value: int) -> None:
         """One aligned store of 8 bytes into the record."""

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import errno
 import os
 from collections.abc import Iterator
 
 import numpy as np
 import pytest
 
-from shm import kv_memory
+from shm import huge_memory, kv_memory
+from shm.huge_memory import HUGE_BYTES
 from shm.kv_memory import DIGEST_AT, LAID_OUT, RECORD_WORDS, STATE_AT, KvMemory, create_fd
 from shm.limits import HEADER_BYTES
 from shm.segment import LayoutError
@@ -38,7 +40,7 @@ def test_the_memory_is_sealed_and_taken_page_by_page(made: Made) -> None:
         os.ftruncate(fd, size // 2)
     assert os.fstat(fd).st_blocks == 0
     serve(made)[0][:] = 1
-    assert 0 < os.fstat(fd).st_blocks * 512 < size
+    assert 0 < os.fstat(fd).st_blocks * 512 < size == HUGE_BYTES
 
 
 @pytest.mark.parametrize("is_kept", [False, True])
@@ -123,11 +125,49 @@ def test_more_than_there_is_room_for_is_an_error(made: Made) -> None:
 
 def test_a_mapping_that_is_refused_is_told_as_too_little_memory(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
     def refused(*_given: object) -> None:
-        raise OSError(12, "Cannot allocate memory")
+        raise MemoryError("mmap of 9 bytes: Cannot allocate memory")
 
-    monkeypatch.setattr(kv_memory.mmap, "mmap", refused)
-    with pytest.raises(MemoryError, match="the KV caches need 0 MiB: Cannot allocate memory"):
+    monkeypatch.setattr(huge_memory, "_map", refused)
+    with pytest.raises(MemoryError, match="Cannot allocate memory"):
         KvMemory(*made, DIGEST)
+
+
+def test_what_is_in_use_comes_into_huge_pages_and_stays_what_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[tuple[int, int]] = []
+    collapse = huge_memory.HugeMapping.collapse
+
+    def heard(self: huge_memory.HugeMapping, begin: int, nbytes: int) -> int:
+        asked.append((begin, collapse(self, begin, nbytes)))
+        return asked[-1][1]
+
+    def stop(_seconds: float) -> None:
+        if len(asked) > 3:
+            raise Stopped
+
+    class Stopped(Exception):
+        pass
+
+    monkeypatch.setattr(huge_memory.HugeMapping, "collapse", heard)
+    monkeypatch.setattr(kv_memory.time, "sleep", stop)
+    fd, size = create_fd(3 * HUGE_BYTES)
+    try:
+        memory = KvMemory(fd, size, DIGEST)
+        piece = memory.array((2 * HUGE_BYTES,), np.uint8)
+        piece[::1000] = 7
+        with pytest.raises(Stopped):
+            memory.tend()
+        assert [begin for begin, _ in asked[:4]] == [0, HUGE_BYTES, 2 * HUGE_BYTES, 3 * HUGE_BYTES]
+        assert asked[3][1] == errno.EINVAL, "nothing is there"
+        assert (piece[::1000] == 7).all() and not piece[1::1000].any()
+    finally:
+        os.close(fd)
+
+
+def test_where_there_are_no_huge_pages_nobody_goes_on_asking(made: Made, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(huge_memory.HugeMapping, "collapse", lambda _self, begin, _size: asked.append(begin) or 12)
+    KvMemory(*made, DIGEST).tend(0, 0)
+    assert len(asked) == kv_memory.REFUSED_MAX
 
 
 def test_the_record_holds_what_it_says(made: Made) -> None:
