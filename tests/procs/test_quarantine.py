@@ -231,3 +231,14 @@ def test_a_scheduler_that_waits_for_the_device_dies_of_nobody() -> None:
         server.one_turn()
     server.run()
     assert server.total("poison_total") == 0
+
+
+def test_a_scheduler_that_takes_new_memory_for_the_old_one_is_noticed() -> None:
+    """The negative control of everything above: it finds prefixes that nobody has written."""
+    server = MortalServer(tiny_config(max_len=24), requests(), "1")
+    with pytest.raises(AssertionError, match=r"holds another token|differs"):
+        while True:
+            server.one_turn()
+            if server.turn % 9 == 0:
+                server.kill_gpu()
+                server.memory = 1
