@@ -16,12 +16,12 @@ there is gone by then. (3) P can become part of a shared prefix only when the re
 been processed; that step ran behind L, so nothing of L is still to come. (4) What the old row itself leaves in the
 prefix cache are its counted positions, and L writes at or beyond the count.
 
-The same holds across schedulers, L being of one that died. Its steps stay in the step ring, in front of those of its
-successor and on the same streams, so (1) and (2) do not ask who queued them. (3) has one way more: what the successor's
-own successor adopts is counted as well, so results of steps behind L were processed, or it was adopted before. (4) The
-dead one's `counted` came from results, and L is a step whose result it had not worked in: a chunk of it begins at the
-cursor, a window at the length that the steps before left on the device, and neither is below what was counted. What mtp
-writes below that, at the place before the newest token's, are the bits that stand there.
+The same holds across schedulers, where L is of one that died. Its steps stay in the step ring, in front of those of its
+successor and on the same streams, so (1) and (2) do not ask who queued them. (3) A page can also become part of a
+prefix by adoption; then it is counted, by a result that came behind L, or it is one of those in (4). (4) What the dead
+one had counted it knew from results, and L is a step whose result it had not worked in: a chunk of it begins at the
+cursor, a window at the length that the steps before left on the device, and neither is below the count. Only mtp writes
+below, at the place before the newest token's: the bits that stand there.
 """
 
 import time
