@@ -124,7 +124,7 @@ RETRIED = {
     "frontend": ("frontend", "adopted_total", "requests were ended, their clients being gone"),
     "tokenizer": ("frontend", "resent_total", "requests were sent again"),
     "scheduler": ("scheduler", "requeued_total", "requests were queued again"),
-    "gpu": ("scheduler", "rerun_total", "requests were prefilled again"),
+    "gpu": ("scheduler", "rerun_total", "requests were queued again"),
     "detokenizer": ("detokenizer", "rebuilt_total", "texts were made again"),
 }
 

@@ -131,7 +131,7 @@ def test_each_death_gets_one_line() -> None:
     counts["rerun_total"] += 3
     assert list(told.due(12.1)) == [], "the others are still at it"
     assert list(told.due(12.0 + TOLD_SECONDS)) == [
-        "gpu died (killed), back after 2.00 s in epoch 2; 3 requests were prefilled again"
+        "gpu died (killed), back after 2.00 s in epoch 2; 3 requests were queued again"
     ]
     assert list(told.due(20.0)) == list(told.rest()) == []
     told.is_back("scheduler", 1, 1.0)
@@ -144,7 +144,7 @@ def test_deaths_that_overlap_get_their_lines_too() -> None:
     assert list(told.died("gpu", "two", 10.5)) == ["gpu died (one), and again 0.50 s later while it started"]
     told.is_back("gpu", 3, 12.0)
     assert list(told.died("gpu", "three", 12.1)) == [
-        "gpu died (two), back after 1.50 s in epoch 3; 0 requests were prefilled again"
+        "gpu died (two), back after 1.50 s in epoch 3; 0 requests were queued again"
     ]
     late = list(told.due(12.1 + LATE_SECONDS))
     assert late == ["gpu died (three); it is not back after 5 s, requests wait for it"]

@@ -130,7 +130,7 @@ def test_a_stage_that_dies_is_started_again_alone(start: type[Server], fake: str
     server.wait_line("ready")
     before = dict(server.pids)
     line = server.wait_line(f"note gpu died ({reason}), back after ")
-    assert line.endswith(" in epoch 2; 0 requests were prefilled again")
+    assert line.endswith(" in epoch 2; 0 requests were queued again")
     assert server.pids["stepahead: frontend"] == before["stepahead: frontend"]
     assert fake.startswith("at start") or server.pids["stepahead: gpu"] != before.get("stepahead: gpu")
     server.process.send_signal(signal.SIGTERM)
