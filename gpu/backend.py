@@ -7,7 +7,7 @@ wanted. It launches nothing.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,6 +17,7 @@ from gpu.device.guard import LaunchGuard
 from gpu.device.order import OrderChecker
 from gpu.device.protocol import Device, Observer
 from gpu.kernels.step_kernels import Array
+from gpu.models.caches import Caches, OwnCaches, open_caches
 from gpu.models.weights import LateWeights, open_weights
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
@@ -51,13 +52,25 @@ class Backend:
     device: Device
     program: StepProgram
     checks: Checks
+    caches: Caches = field(default_factory=OwnCaches)
+
+    def settle(self, is_kept: bool) -> None:
+        """Serve from here on. is_kept: the KV caches hold what another process has left. Raises LayoutError."""
+        self.caches.settle(is_kept)
+        if is_kept and self.checks.audit is not None:
+            self.checks.audit.inherit()
 
 
 def open_backend(
-    config: ServerConfig, ledger_tokens: Array, progress: Progress, shared: tuple[int, int] | None = None
+    config: ServerConfig,
+    ledger_tokens: Array,
+    progress: Progress,
+    shared: tuple[int, int] | None = None,
+    shared_kv: tuple[int, int] | None = None,
 ) -> Backend:
     """Open the device and the weights, and make the program. ledger_tokens: plane i32[rows, max_len] of the ledger.
-    shared: descriptor and size of the server's memory for packed weights, see `shm.weights_memory`.
+    shared: descriptor and size of the server's memory for packed weights, see `shm.weights_memory`; shared_kv: the
+    same for KV caches, see `shm.kv_memory`.
 
     Raises DeviceError if there is no such device, ModelError, OSError or ValueError for a model that cannot be served,
     MemoryError if it does not fit.
@@ -69,10 +82,12 @@ def open_backend(
         checks = _checks(config, partial(TorchGuard, cuda=True))
         weights = open_weights(config.model)
         device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
-    else:
-        checks = _checks(config, LaunchGuard)
-        device, program = _open_host(config, ledger_tokens, progress, checks, shared)
-    return Backend(device, program, checks)
+        return Backend(device, program, checks)
+    checks = _checks(config, LaunchGuard)
+    trained = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
+    caches = open_caches(config, trained, shared_kv)
+    device, program = _open_host(config, ledger_tokens, progress, checks, trained, shared, caches)
+    return Backend(device, program, checks, caches)
 
 
 def _checks(config: ServerConfig, guard: Callable[[], LaunchGuard]) -> Checks:
@@ -84,7 +99,9 @@ def _open_host(
     ledger_tokens: Array,
     progress: Progress,
     checks: Checks,
+    trained: DrafterFile | None,
     shared: tuple[int, int] | None,
+    caches: Caches,
 ) -> tuple[Device, StepProgram]:
     from gpu.device.host import HostDevice
     from gpu.drafters.dflash import DflashDrafter
@@ -102,7 +119,6 @@ def _open_host(
     from gpu.models.llama import HostLlama
     from gpu.models.packed_weights import open_packed
 
-    trained = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
     weights, packed = LateWeights(config.model), open_packed(config, trained, shared)
 
     def load(info: ModelInfo, team: Team | None, taps: tuple[int, ...] = ()) -> HostLlama:
@@ -120,6 +136,7 @@ def _open_host(
             team=team,
             taps=taps,
             packed=packed,
+            caches=caches,
         )
 
     model = load(config.model, None, trained.taps if trained else ())
@@ -129,10 +146,10 @@ def _open_host(
     if config.speculate == "ngram":
         drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
     elif trained is not None and trained.kind == DFLASH:
-        block_model = HostDflash(model, weights, trained, packed)
+        block_model = HostDflash(model, weights, trained, packed, caches)
         drafter = DflashDrafter(device, config, block_model, model.tapped, HostTrainedKernels())
     elif trained is not None:
-        next_model = HostMtp(model, weights, trained, packed)
+        next_model = HostMtp(model, weights, trained, packed, caches)
         drafter = MtpDrafter(device, config, next_model, model.tapped, HostTrainedKernels())
     elif config.drafter is not None:
         draft_model = load(config.drafter, model.team)

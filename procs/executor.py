@@ -6,7 +6,7 @@ the copy stream, which writes the result straight into the result ring and only 
 because that slot is the pinned descriptor that the device may still read.
 
 Two threads, each with its own words: the launch loop (heartbeat, launch spans) and the copy stream (result head, step
-tail, all other counters).
+tail, all other counters). A third one looks after the memory of the caches and has none.
 
 What belongs to the device is imported once the stage has booted, so that whatever is wrong with it (a broken numba, a
 library that is missing) reaches the supervisor as the reason.
@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable
@@ -203,7 +204,7 @@ def open_backend(stage: child.Child) -> Backend:
 
     config = stage.config
     try:
-        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights)
+        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights, stage.boot.kv)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
@@ -235,8 +236,10 @@ def main() -> None:
         stats.set("kv_bytes", program.kv_bytes)
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
         executor = Executor(stage.config, opened, rings, stats, traces, stage.epoch)
+        opened.settle(is_kept=stage.control.memory("gpu") < stage.epoch)
         gc.freeze()  # what is here now stays: no collection needs to look at it again
         gc.enable()
+        threading.Thread(target=opened.caches.tend, name="tend caches", daemon=True).start()
         stage.ready(f"{graphs} graphs")
         executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)
         device.close()

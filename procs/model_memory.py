@@ -44,6 +44,20 @@ def kv_bytes_per_token(info: ModelInfo, dtype: str) -> int:
     return 2 * info.num_layers * info.num_kv_heads * info.head_dim * KV_BYTES[dtype]
 
 
+def cache_bytes(config: ServerConfig) -> int:
+    """Bytes that the KV caches of all models of a server take, those of drafters among them.
+
+    Raises ModelError for a trained drafter whose file is not one any more.
+    """
+    per_token = kv_bytes_per_token(config.model, config.dtype)
+    if config.drafter is not None:
+        per_token += kv_bytes_per_token(config.drafter, config.dtype)
+    if config.drafter_file is not None:
+        layers = replace(config.model, num_layers=DrafterFile(Path(config.drafter_file)).layers)
+        per_token += kv_bytes_per_token(layers, config.dtype)
+    return config.pages * config.page_size * per_token
+
+
 def packed_bytes(config: ServerConfig) -> int:
     """Bytes that the weights of all models of a server on the host device take once they are packed, and a little more.
 
@@ -69,18 +83,12 @@ def _packed(shape: tuple[int, ...], weight_bytes: int) -> int:
 
 def memory_needed(config: ServerConfig) -> MemoryNeed:
     """Estimate for a whole server. Raises ModelError for a trained drafter whose file is not one any more."""
-    info = config.model
-    sizes = {name: math.prod(shape) for name, shape in llama_tensors(info).items()}
+    sizes = {name: math.prod(shape) for name, shape in llama_tensors(config.model).items()}
     # While loading, one tensor lives twice more: as float32, and half converted.
     weights, kv_cache = 2 * 4 * max(sizes.values()), 0
     if config.device == "host":
         weights += packed_bytes(config)
-        kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
-        if config.drafter is not None:
-            kv_cache += config.pages * config.page_size * kv_bytes_per_token(config.drafter, config.dtype)
-        if config.drafter_file is not None:
-            layers = replace(info, num_layers=DrafterFile(Path(config.drafter_file)).layers)
-            kv_cache += config.pages * config.page_size * kv_bytes_per_token(layers, config.dtype)
+        kv_cache = cache_bytes(config)
     ledger = Ledger.size(config.rows, config.max_len)
     return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=PROCESS_BYTES + ledger)
 

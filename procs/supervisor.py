@@ -23,7 +23,7 @@ from typing import Protocol
 
 from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
 from procs.log_line import LogLine
-from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, Pulse, look_at
+from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, Pulse, is_sound, look_at
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import StageProcess
@@ -96,6 +96,7 @@ class Supervisor:
         self._deaths = {spec.stage: Deaths(spec) for spec in specs}
         self._obituaries = Obituaries(self._counter)
         self._due_s: dict[str, float] = {}  # stages that wait for their next start, and until when
+        self._sound: set[str] = set()  # stages whose last process left its memory as it should be
         self._pulses: dict[str, Pulse] = {}
         self._looked_s = 0.0  # at them
         self._signals = SignalPipe()
@@ -160,7 +161,10 @@ class Supervisor:
 
     def _start(self, spec: ChildSpec) -> StageProcess:
         control = self._memory.control
-        control.set_epoch(spec.stage, control.epoch(spec.stage) + 1)
+        epoch = control.epoch(spec.stage) + 1
+        if spec.stage not in self._sound:
+            control.set_memory(spec.stage, epoch)  # before the epoch: whoever sees that knows what is left
+        control.set_epoch(spec.stage, epoch)
         env = child_environment(spec, self._config, self._environ)
         child = StageProcess(spec, self._memory, env, self._listener.fileno())
         control.set_pid(spec.stage, child.pid)
@@ -209,14 +213,15 @@ class Supervisor:
             if fd in self._selector.get_map():
                 self._selector.unregister(fd)
 
-    def _lost(self, child: StageProcess, reason: str) -> None:
+    def _lost(self, child: StageProcess, reason: str, hung: str = "") -> None:
         """A stage is dead, or has to be: bury it, and have it started again. Raises StageFailed where that is no use:
-        for what it says itself before the server is ready, and for deaths that are too many.
+        for what it says itself before the server is ready, and for deaths that are too many. hung: why it is killed.
         """
         self._stats.add("deaths_total")
         self._forget(child)
-        child.reap()
-        stage, now_s = child.stage, time.monotonic()
+        stage, status, now_s = child.stage, child.reap(), time.monotonic()
+        sound = is_sound(stage, self._config.device, status, child.error, hung)
+        (self._sound.add if sound else self._sound.discard)(stage)
         self._memory.control.died(stage, reason)
         fault("supervisor.stage_buried")
         if child.error and self._memory.control.state == STARTING:
@@ -272,7 +277,7 @@ class Supervisor:
             reason = self._pulses[child.stage].hangs(now_s, beat_ns)
             if reason is not None:
                 self._stats.add("hangs_total")
-                self._lost(child, reason)
+                self._lost(child, reason, hung=reason)
 
     def _note(self, lines: Iterable[str]) -> None:
         for line in lines:

@@ -57,7 +57,9 @@ class Boot:
     listen_fd: int | None
     channels: dict[str, str]  # receiving stage: address
     supervisor_pid: int
-    weights: tuple[int, int] | None = None  # the gpu process's on the host device: descriptor, bytes
+    # Descriptor and bytes of what outlives the gpu process on the host device.
+    weights: tuple[int, int] | None = None
+    kv: tuple[int, int] | None = None
 
     def to_memfd(self) -> int:
         """Return a memfd that holds the record; the child gets its number as `--boot-fd`. Close it after the spawn."""
@@ -73,14 +75,15 @@ class Boot:
         assert set(value) == {field.name for field in dataclasses.fields(cls)}, sorted(value)
         value["config"] = ServerConfig.from_dict(value["config"])
         value["segments"] = {name: (fd, size) for name, (fd, size) in value["segments"].items()}
-        value["weights"] = value["weights"] and tuple(value["weights"])
+        for name in ("weights", "kv"):
+            value[name] = value[name] and tuple(value[name])
         return cls(**value)
 
     @property
     def fds(self) -> list[int]:
         """Every descriptor that the record names: what the child must inherit, beside the record's own."""
         fds = [fd for fd, _ in self.segments.values()] + list(self.doorbells.values()) + [self.ready_fd]
-        fds += [] if self.weights is None else [self.weights[0]]
+        fds += [memory[0] for memory in (self.weights, self.kv) if memory is not None]
         return fds if self.listen_fd is None else [*fds, self.listen_fd]
 
 

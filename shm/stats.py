@@ -77,6 +77,7 @@ TABLE: dict[str, Names] = {
             "wait_ns_total",
             "stale_results_total",
             "requeued_total",
+            "adopted_pages_total",
             "rerun_total",
             "poison_total",
         ),

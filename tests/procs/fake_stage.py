@@ -22,6 +22,7 @@ def wait_for(c: Child, *states: int) -> None:
 
 
 def serve(c: Child) -> None:
+    c.progress(f"memory of epoch {c.control.memory(c.stage)}")
     while not c.stopping:
         c.beat()
         c.own_doorbell.wait(lambda: c.stopping)

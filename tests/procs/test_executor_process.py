@@ -213,3 +213,24 @@ def test_an_import_that_fails_is_told_as_the_reason(
     rig = start(model)
     assert "this numba is broken" in rig.last_words()
     assert rig.process.reap() == 1
+
+
+def test_a_process_behind_one_that_was_killed_finds_its_pages(
+    model: ModelInfo, start: Callable[..., ExecutorRig]
+) -> None:
+    """The first page of the prompt is not computed again, and what follows is what it was."""
+    rig = start(model, speculate="off")
+    rig.until_ready()
+    rig.push(1, [], (3, 3, 0, 17, 1), 3)
+    rig.push(2, [3])
+    wanted = [rig.result(), rig.result()]
+    for kept in (True, False):
+        rig.process.reap()
+        epoch = rig.memory.control.epoch("gpu") + 1
+        if not kept:
+            rig.memory.control.set_memory("gpu", epoch)
+        rig.start()
+        rig.until_ready()
+        rig.push(3, [], (3, 3, 16, 1, 1), 3)
+        rig.push(4, [3])
+        assert [rig.result(), rig.result()] == wanted, "nothing is cleared, whoever counts on it"

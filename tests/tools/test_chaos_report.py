@@ -65,7 +65,7 @@ def phases() -> list[Phase]:
         story(LEAVE, 2, [1300, 1950], 1951),
         story(GREEDY, 0, [3900, 3990, 4250], 4600, Fault("doubled", "tokens", 4250 * MS, 0, 2, "(4, 5) once more")),
     ]
-    gpu.lines = [Line("gpu", "killed by SIGKILL", 0.35, 2, 3, "requests were prefilled again")]
+    gpu.lines = [Line("gpu", "killed by SIGKILL", 0.35, 2, 3, "requests were queued again")]
     frontend = Phase(FRONTEND, 3)
     frontend.strikes = [strike(FRONTEND, 6000, None, 70)]
     frontend.stories = [story(GREEDY, 0, [5500, 5600, 5700], 6071)]
