@@ -72,6 +72,14 @@ Overlap = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
+Standby = Annotated[
+    bool,
+    typer.Option(
+        help="For every stage, keep a process that has been started already and takes its place when it dies: requests "
+        "then wait some hundredths of a second for it, and not one to two. Costs memory.",
+        rich_help_panel=RUNNING,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(help="Threads that compute; by default as many as there are CPUs to use.", rich_help_panel=RUNNING),

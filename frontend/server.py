@@ -155,6 +155,7 @@ async def _run(c: Child) -> None:
 
 def main() -> None:
     with child.start() as c, asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        c.take_over()
         runner.run(_run(c))
 
 

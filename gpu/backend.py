@@ -54,10 +54,15 @@ class Backend:
 
 
 def open_backend(
-    config: ServerConfig, ledger_tokens: Array, progress: Progress, shared: tuple[int, int] | None = None
+    config: ServerConfig,
+    ledger_tokens: Array,
+    progress: Progress,
+    shared: tuple[int, int] | None = None,
+    own: Callable[[], None] = lambda: None,
 ) -> Backend:
     """Open the device and the weights, and make the program. ledger_tokens: plane i32[rows, max_len] of the ledger.
-    shared: descriptor and size of the server's memory for packed weights, see `shm.weights_memory`.
+    shared: descriptor and size of the server's memory for packed weights, see `shm.weights_memory`. own: called before
+    anything that only one gpu process at a time may do: packing into that memory, opening a GPU.
 
     Raises DeviceError if there is no such device, ModelError, OSError or ValueError for a model that cannot be served,
     MemoryError if it does not fit.
@@ -66,12 +71,13 @@ def open_backend(
         from gpu.cuda_backend import open_cuda
         from gpu.device.guard_torch import TorchGuard
 
+        own()
         checks = _checks(config, partial(TorchGuard, cuda=True))
         weights = open_weights(config.model)
         device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
     else:
         checks = _checks(config, LaunchGuard)
-        device, program = _open_host(config, ledger_tokens, progress, checks, shared)
+        device, program = _open_host(config, ledger_tokens, progress, checks, shared, own)
     return Backend(device, program, checks)
 
 
@@ -85,6 +91,7 @@ def _open_host(
     progress: Progress,
     checks: Checks,
     shared: tuple[int, int] | None,
+    own: Callable[[], None],
 ) -> tuple[Device, StepProgram]:
     from gpu.device.host import HostDevice
     from gpu.drafters.dflash import DflashDrafter
@@ -103,7 +110,7 @@ def _open_host(
     from gpu.models.packed_weights import open_packed
 
     trained = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
-    weights, packed = LateWeights(config.model), open_packed(config, trained, shared)
+    weights, packed = LateWeights(config.model), open_packed(config, trained, shared, own)
 
     def load(info: ModelInfo, team: Team | None, taps: tuple[int, ...] = ()) -> HostLlama:
         return HostLlama(

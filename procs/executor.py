@@ -197,13 +197,17 @@ def _seeds(view: StepView) -> list[int]:
 
 
 def open_backend(stage: child.Child) -> Backend:
-    """Open the device and the model. Raises StartupError for what the user can mend."""
+    """Open the device and the model; a standby waits for the word first where that cannot be done beside another gpu
+    process. Raises StartupError for what the user can mend.
+    """
     from gpu import backend
     from gpu.device.protocol import DeviceError
 
     config = stage.config
     try:
-        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights)
+        return backend.open_backend(
+            config, stage.ledger.tokens, stage.progress, stage.boot.weights, stage.take_over
+        )
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
@@ -221,10 +225,11 @@ def main() -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         stage.progress(f"loading {stage.config.model.name}")
         opened = open_backend(stage)
-        stage.progress("warming up")
         from gpu.warm_up import WarmUp
 
         device, program = opened.device, opened.program
+        stage.take_over()
+        stage.progress("warming up")
         stats = stage.stats_writer()
         begin_ns = time.monotonic_ns()
         graphs = WarmUp(device, stage.config, program).run()

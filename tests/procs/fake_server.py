@@ -37,7 +37,8 @@ MODEL = ModelInfo(
 
 
 def config(port: int = 0, **more: Any) -> ServerConfig:
-    values: dict[str, Any] = {"max_running": 2, "max_queued": 2, "kv_tokens": 512, "max_len": 128, "threads": 1, **more}
+    values: dict[str, Any] = {"max_running": 2, "max_queued": 2, "kv_tokens": 512, "max_len": 128, "threads": 1}
+    values |= {"standby": False, **more}
     return ServerConfig(model=MODEL, served_model_name="fake", host="127.0.0.1", port=port, **values)
 
 

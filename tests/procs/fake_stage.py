@@ -67,6 +67,9 @@ def main() -> None:
     if how == "dead before boot":
         sys.exit(7)
     with child.start() as c:
+        if c.boot.word_fd is not None and how.startswith("as standby: "):
+            misbehave(c, how.removeprefix("as standby: "))
+        c.take_over()
         if how.startswith("once: "):
             how = how.removeprefix("once: ") if c.epoch == 1 else "serve"
         if how.startswith("frontend"):
