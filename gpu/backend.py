@@ -44,6 +44,10 @@ class Checks:
         return nullcontext() if self.guard is None else self.guard.section()
 
 
+def _no_rehearsal() -> AbstractContextManager[None]:
+    raise AssertionError("whoever has opened a GPU is no standby any more")
+
+
 @dataclass(frozen=True)
 class Backend:
     """What the gpu process works with."""
@@ -51,6 +55,7 @@ class Backend:
     device: Device
     program: StepProgram
     checks: Checks
+    rehearsal: Callable[[], AbstractContextManager[None]] = _no_rehearsal  # inside, passes of models touch no memory
 
 
 def open_backend(
@@ -75,10 +80,8 @@ def open_backend(
         checks = _checks(config, partial(TorchGuard, cuda=True))
         weights = open_weights(config.model)
         device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
-    else:
-        checks = _checks(config, LaunchGuard)
-        device, program = _open_host(config, ledger_tokens, progress, checks, shared, own)
-    return Backend(device, program, checks)
+        return Backend(device, program, checks)
+    return _open_host(config, ledger_tokens, progress, _checks(config, LaunchGuard), shared, own)
 
 
 def _checks(config: ServerConfig, guard: Callable[[], LaunchGuard]) -> Checks:
@@ -92,7 +95,7 @@ def _open_host(
     checks: Checks,
     shared: tuple[int, int] | None,
     own: Callable[[], None],
-) -> tuple[Device, StepProgram]:
+) -> Backend:
     from gpu.device.host import HostDevice
     from gpu.drafters.dflash import DflashDrafter
     from gpu.drafters.drafter import Drafter
@@ -146,4 +149,5 @@ def _open_host(
         drafter = StandaloneDrafter(device, config, draft_model, HostColumns())
     packed.complete()
     kernels = HostStepKernels.of(config)
-    return device, StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)
+    program = StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)
+    return Backend(device, program, checks, model.team.rest)

@@ -4,7 +4,8 @@ Owns what a first use costs: compiled kernels and graphs. After it nothing is ca
 it runs are as small as can be: kernels are compiled for any size (where sizes matter, `CudaLlama.warm` has seen to
 them), so a larger step would cost time and bring nothing. They belong to padding (entry 0, page 0) and leave nothing
 behind for a request to see: entry 1, whose tables they write, gets its slots and sampling parameters with its first
-request. Runs once, with nothing else queued.
+request. Runs once, with nothing else queued. A standby leaves the models' passes out (`Backend.rehearsal`): their code
+is compiled or loaded without them.
 """
 
 import numpy as np

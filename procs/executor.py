@@ -19,6 +19,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -228,11 +229,13 @@ def main() -> None:
         from gpu.warm_up import WarmUp
 
         device, program = opened.device, opened.program
-        stage.take_over()
         stage.progress("warming up")
-        stats = stage.stats_writer()
         begin_ns = time.monotonic_ns()
-        graphs = WarmUp(device, stage.config, program).run()
+        # Beside another gpu process without the passes: they write to the KV cache, and take memory for what they touch.
+        with opened.rehearsal() if stage.is_standby else nullcontext():
+            graphs = WarmUp(device, stage.config, program).run()
+        stage.take_over()
+        stats = stage.stats_writer()
         traces = stage.trace(LAUNCH_LANE), stage.trace(RESULT_LANE)
         traces[LAUNCH_LANE].span(What.CAPTURE, 0, begin_ns, time.monotonic_ns())
         stats.add("captures_total", graphs)

@@ -19,7 +19,7 @@ from procs.restarts import Deaths
 from procs.stage_process import StageProcess
 from shm.stats import StatsWriter
 
-SETTLE_SECONDS = 1.0  # that every stage has served before a standby is started: what a death left to be done comes first
+SETTLE_SECONDS = 0.5  # that every stage has served before a standby is started: what a death left to do comes first
 LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
 
 

@@ -115,6 +115,11 @@ class Child:
         self._trace = Trace(self.segments["trace"])
         self._ring_specs = ring_specs(self.config)
 
+    @property
+    def is_standby(self) -> bool:
+        """Whether another process is the stage, or is dead and this one has not heard of it."""
+        return not self.epoch and self.boot.word_fd is not None
+
     def take_over(self) -> None:
         """Become the stage. A standby says that it is prepared and waits for the word first; if it never comes, for ever.
 

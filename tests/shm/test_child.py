@@ -118,6 +118,7 @@ def test_a_stage_boots_works_and_stops_on_sigterm(nest: Nest) -> None:
         from shm import child
         with child.start() as c:
             c.progress("loading")
+            c.take_over()
             assert (c.stage, c.epoch, c.listen_fd) == ("gpu", 3, None)
             assert c.channels["frontend"] == "ipc://@b"
             assert not c.control.waiting("gpu")
@@ -205,6 +206,7 @@ def test_a_stage_dies_with_its_supervisor(nest: Nest) -> None:
         import os, time
         from shm import child
         with child.start() as c:
+            c.take_over()
             c.ready(str(os.getpid()))
             time.sleep(600)
         """
@@ -265,6 +267,7 @@ def test_an_intake_record_reaches_the_stage_that_waits_for_it(nest: Nest) -> Non
         from shm import child
         from shm.records import read_intake
         with child.start() as c:
+            c.take_over()
             intake = c.ring_consumer("intake")
             c.ready()
             while not c.own_doorbell.wait(lambda: intake.available() > 0, 60_000):
