@@ -1,4 +1,4 @@
-"""Runs a supervisor over fake stages as a program of its own: argv[1] is JSON {stages: [...], drain_seconds}."""
+"""Runs a supervisor over fake stages as a program of its own: argv[1] is JSON {stages: [...], drain_seconds, standby}."""
 
 from __future__ import annotations
 
@@ -51,6 +51,8 @@ def spec(stage: str, fake: str, ready_seconds: float = 30, stop_seconds: float =
         listens=stage == "frontend",
         env={"FAKE": fake},
         deaths_in_a_row_max=deaths,
+        standby_backoff_seconds=(0.05,),
+        standby_deaths_in_a_row_max=2,
     )
 
 
@@ -88,7 +90,8 @@ def main() -> int:
     port = listener.getsockname()[1]
     print(f"port {port}", flush=True)
     specs = [spec(**stage) for stage in order["stages"]]
-    supervisor = Supervisor(config(port, drain_seconds=order["drain_seconds"]), listener, specs)
+    made = config(port, drain_seconds=order["drain_seconds"], standby=order["standby"])
+    supervisor = Supervisor(made, listener, specs)
     try:
         status = supervisor.run(Lines())
     finally:
