@@ -9,6 +9,7 @@ import pytest
 from procs.model_files import ModelError, read_model_info
 from procs.model_memory import (
     PROCESS_BYTES,
+    STANDBY_BYTES,
     kv_bytes_per_token,
     memory_available,
     memory_needed,
@@ -73,7 +74,8 @@ def test_the_parts_of_the_estimate(tmp_path: Path) -> None:
     assert small.total == small.weights + small.kv_cache + small.processes
     parameters = sum(array.size for array in TinyLlama().weights().values())
     assert parameters < small.weights < 4 * parameters < large.weights
-    assert small.processes == PROCESS_BYTES + Ledger.size(64 + 1024, 512)
+    assert small.processes == PROCESS_BYTES + STANDBY_BYTES["host"] + Ledger.size(64 + 1024, 512)
+    assert memory_needed(config(tmp_path, standby=False)).total == small.total - STANDBY_BYTES["host"]
     more_rows = memory_needed(config(tmp_path, max_queued=4096))
     assert more_rows.processes > small.processes
 
