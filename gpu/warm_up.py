@@ -31,8 +31,13 @@ class WarmUp:
 
     def run(self) -> int:
         """Capture, then run. Returns the number of graphs. Raises DeviceError if a step fails."""
-        program, view = self._program, self._step.view
-        graphs = program.capture()
+        graphs = self._program.capture()
+        self.run_steps()
+        return graphs
+
+    def run_steps(self) -> None:
+        """Run a step of every kind. Raises DeviceError if one fails."""
+        view = self._step.view
         view.kind = STEP_DECODE
         view.n_decode = 1
         view.decode_entries[0] = 0
@@ -51,7 +56,6 @@ class WarmUp:
         view.chunks[CHUNK_COUNT, 0] = 1
         view.chunks[CHUNK_LAST, 0] = 1
         self._once()
-        return graphs
 
     def _once(self) -> None:
         self._program.enqueue(self._step, self._result, lambda: None)

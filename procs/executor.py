@@ -206,9 +206,7 @@ def open_backend(stage: child.Child) -> Backend:
 
     config = stage.config
     try:
-        return backend.open_backend(
-            config, stage.ledger.tokens, stage.progress, stage.boot.weights, stage.take_over
-        )
+        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights, stage.take_over)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
@@ -231,7 +229,7 @@ def main() -> None:
         device, program = opened.device, opened.program
         stage.progress("warming up")
         begin_ns = time.monotonic_ns()
-        # Beside another gpu process without the passes: they write to the KV cache, and take memory for what they touch.
+        # A standby leaves the passes out: they would write to the KV cache, and make memory resident twice.
         with opened.rehearsal() if stage.is_standby else nullcontext():
             graphs = WarmUp(device, stage.config, program).run()
         stage.take_over()

@@ -23,8 +23,8 @@ KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}
 PANEL_ROWS = 16  # in which the host device packs weights
 # Measured: interpreters and libraries of the six processes, torch and the compiled kernels among them.
 PROCESS_BYTES = 900 << 20
-# Measured: what the standbys of all stages have for themselves. On CUDA that of the gpu process imports torch.
-STANDBY_BYTES = {"host": 256 << 20, "cuda": 768 << 20}
+# What the standbys have for themselves, measured on the host. On CUDA that of the gpu process imports torch.
+STANDBY_BYTES = {"host": 256 << 20, "cuda": 512 << 20}
 GIB = 1 << 30
 
 

@@ -121,7 +121,7 @@ class Child:
         return not self.epoch and self.boot.word_fd is not None
 
     def take_over(self) -> None:
-        """Become the stage. A standby says that it is prepared and waits for the word first; if it never comes, for ever.
+        """Become the stage: a standby once it has the word, for which it waits as long as it takes.
 
         Whoever is the stage already is left alone.
         """

@@ -1,4 +1,4 @@
-"""Runs a supervisor over fake stages as a program of its own: argv[1] is JSON {stages: [...], drain_seconds, standby}."""
+"""Runs a supervisor over fake stages as a program of its own: argv[1] is JSON {stages, drain_seconds, standby}."""
 
 from __future__ import annotations
 
