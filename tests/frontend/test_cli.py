@@ -18,20 +18,9 @@ from frontend.cli import app
 ROOT = Path(__file__).resolve().parents[2]
 PANELS = ("Where it listens", "What it serves", "How much it holds", "How it runs")
 OPTIONS = (
-    *(
-        "--host",
-        "--port",
-        "--device",
-        "--dtype",
-        "--overlap",
-        "--no-overlap",
-        "--standby",
-        "--no-standby",
-        "--max-running",
-        "--max-queued",
-    ),
+    *("--host", "--port", "--device", "--dtype", "--overlap", "--no-overlap", "--max-running", "--max-queued"),
     *("--kv-tokens", "--page-size", "--max-len", "--prefill-chunk", "--api-key", "--served-model-name"),
-    *("--drain-seconds", "--threads", "--check-order"),
+    *("--drain-seconds", "--threads", "--check-order", "--standby", "--no-standby"),
 )
 
 
