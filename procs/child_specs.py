@@ -47,6 +47,8 @@ class ChildSpec:
     # The same of its standby, whose death is nobody's loss: there is no hurry.
     standby_backoff_seconds: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0)
     standby_deaths_in_a_row_max: int = 5
+    # That every stage has served before it is started. More for those whose deaths leave much to be computed again.
+    standby_after_seconds: float = 0.1
 
 
 # Started in this order, stopped in reverse: nobody loses the stage behind it while it still has work.
@@ -57,9 +59,17 @@ CHILD_SPECS = (
         module="procs.executor",
         ready_seconds=900,
         stop_seconds=5,
+        standby_after_seconds=1.0,
         env={"OMP_NUM_THREADS": "{threads}", "MKL_NUM_THREADS": "{threads}", "NUMBA_NUM_THREADS": "{threads}"},
     ),
-    ChildSpec(stage="scheduler", module="procs.scheduler", ready_seconds=60, stop_seconds=3, env=_ONE_THREAD),
+    ChildSpec(
+        stage="scheduler",
+        module="procs.scheduler",
+        ready_seconds=60,
+        stop_seconds=3,
+        standby_after_seconds=1.0,
+        env=_ONE_THREAD,
+    ),
     ChildSpec(stage="detokenizer", module="procs.detokenizer", ready_seconds=120, stop_seconds=3, env=_ONE_THREAD),
     ChildSpec(
         stage="tokenizer",

@@ -19,7 +19,6 @@ from procs.restarts import Deaths
 from procs.stage_process import StageProcess
 from shm.stats import StatsWriter
 
-SETTLE_SECONDS = 0.5  # that every stage has served before a standby is started: what a death left to do comes first
 LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
 
 
@@ -28,6 +27,7 @@ class Plan:
 
     def __init__(self, specs: Sequence[ChildSpec]) -> None:
         self._deaths = {spec.stage: Deaths(_as_standby(spec)) for spec in specs}
+        self._calm_seconds = {spec.stage: spec.standby_after_seconds for spec in specs}
         self._not_before_s = {spec.stage: 0.0 for spec in specs}
 
     @property
@@ -41,9 +41,12 @@ class Plan:
         calm_since_s: since when every stage serves, None while one does not. there: the stages that have a standby, and
         whether it is prepared.
         """
-        if calm_since_s is None or now_s - calm_since_s < SETTLE_SECONDS or not all(there.values()):
+        if calm_since_s is None or not all(there.values()):
             return None
-        return next((name for name, due_s in self._not_before_s.items() if name not in there and due_s <= now_s), None)
+        for stage, due_s in self._not_before_s.items():
+            if stage not in there and now_s >= max(due_s, calm_since_s + self._calm_seconds[stage]):
+                return stage
+        return None
 
     def died(self, stage: str, now_s: float, stood_s: float) -> float | None:
         """Count the death of a standby that had stood by for `stood_s`. Returns the seconds to its next start, None for

@@ -36,6 +36,9 @@ MODEL = ModelInfo(
 )
 
 
+CALM_SECONDS = 0.5
+
+
 def config(port: int = 0, **more: Any) -> ServerConfig:
     values: dict[str, Any] = {"max_running": 2, "max_queued": 2, "kv_tokens": 512, "max_len": 128, "threads": 1}
     values |= {"standby": False, **more}
@@ -53,6 +56,7 @@ def spec(stage: str, fake: str, ready_seconds: float = 30, stop_seconds: float =
         deaths_in_a_row_max=deaths,
         standby_backoff_seconds=(0.05,),
         standby_deaths_in_a_row_max=2,
+        standby_after_seconds=CALM_SECONDS if stage == "gpu" else CALM_SECONDS / 2,
     )
 
 

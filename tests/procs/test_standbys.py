@@ -12,20 +12,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from procs.standbys import SETTLE_SECONDS, Plan
-from tests.procs.fake_server import spec
+from procs.standbys import Plan
+from tests.procs.fake_server import CALM_SECONDS, spec
 from tests.procs.test_supervisor import FRONTEND, GPU, Server, runs
 
 SPECS = [spec("gpu", ""), spec("frontend", "")]
 CALM_S = 100.0
-LATER_S = CALM_S + SETTLE_SECONDS
+LATER_S = CALM_S + CALM_SECONDS
 WAIT_SECONDS = 30.0
 
 
 def test_they_are_started_one_at_a_time_and_only_when_all_is_calm() -> None:
     plan = Plan(SPECS)
     assert plan.next(LATER_S, None, {}) is None, "a stage does not serve"
-    assert plan.next(LATER_S - 0.01, CALM_S, {}) is None, "one has just come back"
+    assert plan.next(CALM_S + CALM_SECONDS / 4, CALM_S, {}) is None, "one has just come back"
+    assert plan.next(CALM_S + CALM_SECONDS / 2, CALM_S, {}) == "frontend", "this one leaves less to be done again"
     assert plan.next(LATER_S, CALM_S, {}) == "gpu"
     assert plan.next(LATER_S, CALM_S, {"gpu": False}) is None, "one is being prepared"
     assert plan.next(LATER_S, CALM_S, {"gpu": True}) == "frontend"
@@ -199,11 +200,11 @@ def test_standbys_end_with_the_server_however_it_ends(start: Callable[..., Serve
 
 def test_there_are_none_if_none_are_wanted(start: Callable[..., Server]) -> None:
     server = start(GPU, FRONTEND, standby=False)
-    time.sleep(2 * SETTLE_SECONDS)
+    time.sleep(2 * CALM_SECONDS)
     server.note_children()
     os.kill(pid(server, "gpu"), signal.SIGKILL)
     server.wait_line("note gpu died")
-    time.sleep(2 * SETTLE_SECONDS)
+    time.sleep(2 * CALM_SECONDS)
     server.note_children()
     assert not [title for title in server.pids if "standby" in title]
     end(server)
