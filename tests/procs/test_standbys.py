@@ -95,6 +95,12 @@ def pid(server: Server, title: str, other_than: int = 0) -> int:
         time.sleep(0.01)
 
 
+def complete(server: Server) -> None:
+    """Returns once both stages have a standby."""
+    pid(server, "gpu (standby)")
+    pid(server, "frontend (standby)")
+
+
 def end(server: Server) -> list[str]:
     server.process.send_signal(signal.SIGTERM)
     status, lines = server.end()
@@ -108,7 +114,7 @@ def test_the_standby_takes_the_place_of_a_stage_that_dies_and_another_one_comes(
 ) -> None:
     server = start(GPU, FRONTEND)
     standby = pid(server, f"{stage} (standby)")
-    pid(server, "frontend (standby)")
+    complete(server)
     os.kill(pid(server, stage), signal.SIGKILL)
     line = server.wait_line(f"note {stage} died (killed by SIGKILL")
     assert " in epoch 2; " in line
@@ -136,7 +142,7 @@ def test_a_standby_that_dies_is_nobodys_loss(start: Callable[..., Server]) -> No
 @pytest.mark.parametrize("order", [("gpu", "gpu (standby)"), ("gpu (standby)", "gpu")])
 def test_a_stage_and_its_standby_at_once(start: Callable[..., Server], order: tuple[str, str]) -> None:
     server = start(GPU, FRONTEND)
-    pid(server, "frontend (standby)")
+    complete(server)
     for title in order:
         os.kill(server.pids[f"stepahead: {title}"], signal.SIGKILL)
     killed = {server.pids[f"stepahead: {title}"] for title in order}
@@ -159,7 +165,7 @@ def test_who_is_not_prepared_yet_gets_the_word_early(start: Callable[..., Server
 def test_a_standby_that_was_stopped_is_found_out_when_it_is_needed(start: Callable[..., Server]) -> None:
     server = start(GPU, FRONTEND)
     standby = pid(server, "gpu (standby)")
-    pid(server, "frontend (standby)")
+    complete(server)
     os.kill(standby, signal.SIGSTOP)
     os.kill(pid(server, "gpu"), signal.SIGKILL)
     server.wait_line("note gpu died (stopped by a signal), back after ")
@@ -185,7 +191,7 @@ def test_standbys_that_cannot_live_are_given_up_and_the_server_goes_on(
 
 def test_standbys_end_with_the_server_however_it_ends(start: Callable[..., Server]) -> None:
     server = start(GPU, {"stage": "frontend", "fake": "frontend 3 60"})
-    pid(server, "frontend (standby)")
+    complete(server)
     assert len([title for title in server.pids if title.endswith("(standby)")]) == 2
     server.process.send_signal(signal.SIGTERM)
     server.wait_line("note finishing")
@@ -193,7 +199,7 @@ def test_standbys_end_with_the_server_however_it_ends(start: Callable[..., Serve
     server.process.send_signal(signal.SIGTERM)
     assert server.end()[0] == 128 + signal.SIGTERM
     server = start(GPU, FRONTEND)
-    pid(server, "frontend (standby)")
+    complete(server)
     server.process.kill()
     assert server.end()[0] == -signal.SIGKILL
 
