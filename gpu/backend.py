@@ -16,6 +16,7 @@ from gpu.descriptor_audit import DescriptorAudit
 from gpu.device.guard import LaunchGuard
 from gpu.device.order import OrderChecker
 from gpu.device.protocol import Device, Observer
+from gpu.drafters.drafter import Drafter
 from gpu.kernels.step_kernels import Array
 from gpu.models.caches import Caches, OwnCaches, open_caches
 from gpu.models.weights import LateWeights, open_weights
@@ -45,6 +46,10 @@ class Checks:
         return nullcontext() if self.guard is None else self.guard.section()
 
 
+def _no_rehearsal() -> AbstractContextManager[None]:
+    raise AssertionError("whoever has opened a GPU is no standby any more")
+
+
 @dataclass(frozen=True)
 class Backend:
     """What the gpu process works with."""
@@ -53,6 +58,7 @@ class Backend:
     program: StepProgram
     checks: Checks
     caches: Caches = field(default_factory=OwnCaches)
+    rehearsal: Callable[[], AbstractContextManager[None]] = _no_rehearsal  # inside, passes of models touch no memory
 
     def settle(self, is_kept: bool) -> None:
         """Serve from here on. is_kept: the KV caches hold what another process has left. Raises LayoutError."""
@@ -67,10 +73,12 @@ def open_backend(
     progress: Progress,
     shared: tuple[int, int] | None = None,
     shared_kv: tuple[int, int] | None = None,
+    own: Callable[[], None] = lambda: None,
 ) -> Backend:
     """Open the device and the weights, and make the program. ledger_tokens: plane i32[rows, max_len] of the ledger.
     shared: descriptor and size of the server's memory for packed weights, see `shm.weights_memory`; shared_kv: the
-    same for KV caches, see `shm.kv_memory`.
+    same for KV caches, see `shm.kv_memory`. own: called before anything that only one gpu process at a time may do:
+    packing into the memory for weights, opening a GPU.
 
     Raises DeviceError if there is no such device, ModelError, OSError or ValueError for a model that cannot be served,
     MemoryError if it does not fit.
@@ -79,15 +87,12 @@ def open_backend(
         from gpu.cuda_backend import open_cuda
         from gpu.device.guard_torch import TorchGuard
 
+        own()
         checks = _checks(config, partial(TorchGuard, cuda=True))
         weights = open_weights(config.model)
         device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
         return Backend(device, program, checks)
-    checks = _checks(config, LaunchGuard)
-    trained = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
-    caches = open_caches(config, trained, shared_kv)
-    device, program = _open_host(config, ledger_tokens, progress, checks, trained, shared, caches)
-    return Backend(device, program, checks, caches)
+    return _open_host(config, ledger_tokens, progress, _checks(config, LaunchGuard), shared, shared_kv, own)
 
 
 def _checks(config: ServerConfig, guard: Callable[[], LaunchGuard]) -> Checks:
@@ -99,27 +104,20 @@ def _open_host(
     ledger_tokens: Array,
     progress: Progress,
     checks: Checks,
-    trained: DrafterFile | None,
     shared: tuple[int, int] | None,
-    caches: Caches,
-) -> tuple[Device, StepProgram]:
+    shared_kv: tuple[int, int] | None,
+    own: Callable[[], None],
+) -> Backend:
     from gpu.device.host import HostDevice
-    from gpu.drafters.dflash import DflashDrafter
-    from gpu.drafters.drafter import Drafter
-    from gpu.drafters.mtp import MtpDrafter
-    from gpu.drafters.ngram import NgramDrafter
-    from gpu.drafters.standalone import StandaloneDrafter
-    from gpu.kernels.columns import HostColumns
     from gpu.kernels.host_step import HostStepKernels
-    from gpu.kernels.ngram import HostNgramKernels
     from gpu.kernels.sampling import sample
     from gpu.kernels.team import Team
-    from gpu.kernels.trained import HostTrainedKernels
-    from gpu.models.host_drafters import HostDflash, HostMtp
     from gpu.models.llama import HostLlama
     from gpu.models.packed_weights import open_packed
 
-    weights, packed = LateWeights(config.model), open_packed(config, trained, shared)
+    trained = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
+    caches = open_caches(config, trained, shared_kv)
+    weights, packed = LateWeights(config.model), open_packed(config, trained, shared, own)
 
     def load(info: ModelInfo, team: Team | None, taps: tuple[int, ...] = ()) -> HostLlama:
         return HostLlama(
@@ -142,18 +140,40 @@ def _open_host(
     model = load(config.model, None, trained.taps if trained else ())
     device = HostDevice(checks.observer, checks.guard)
     sampler: Any = partial(sample, team=model.team)
-    drafter: Drafter | None = None
-    if config.speculate == "ngram":
-        drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
-    elif trained is not None and trained.kind == DFLASH:
-        block_model = HostDflash(model, weights, trained, packed, caches)
-        drafter = DflashDrafter(device, config, block_model, model.tapped, HostTrainedKernels())
-    elif trained is not None:
-        next_model = HostMtp(model, weights, trained, packed, caches)
-        drafter = MtpDrafter(device, config, next_model, model.tapped, HostTrainedKernels())
-    elif config.drafter is not None:
-        draft_model = load(config.drafter, model.team)
-        drafter = StandaloneDrafter(device, config, draft_model, HostColumns())
+    if trained is not None:
+        drafter: Drafter | None = _trained_drafter(device, config, model, trained, (weights, packed, caches))
+    else:
+        drafter = _untrained_drafter(device, config, lambda info: load(info, model.team))
     packed.complete()
     kernels = HostStepKernels.of(config)
-    return device, StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)
+    program = StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)
+    return Backend(device, program, checks, caches, model.team.rest)
+
+
+def _trained_drafter(device: Device, config: ServerConfig, model: Any, file: DrafterFile, memory: Any) -> Drafter:
+    """memory: the target's weights, and where packed weights and caches go."""
+    from gpu.drafters.dflash import DflashDrafter
+    from gpu.drafters.mtp import MtpDrafter
+    from gpu.kernels.trained import HostTrainedKernels
+    from gpu.models.host_drafters import HostDflash, HostMtp
+
+    weights, packed, caches = memory
+    if file.kind == DFLASH:
+        block_model = HostDflash(model, weights, file, packed, caches)
+        return DflashDrafter(device, config, block_model, model.tapped, HostTrainedKernels())
+    next_model = HostMtp(model, weights, file, packed, caches)
+    return MtpDrafter(device, config, next_model, model.tapped, HostTrainedKernels())
+
+
+def _untrained_drafter(device: Device, config: ServerConfig, load: Callable[[ModelInfo], Any]) -> Drafter | None:
+    """load: opens a model beside the target."""
+    from gpu.drafters.ngram import NgramDrafter
+    from gpu.drafters.standalone import StandaloneDrafter
+    from gpu.kernels.columns import HostColumns
+    from gpu.kernels.ngram import HostNgramKernels
+
+    if config.speculate == "ngram":
+        return NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
+    if config.drafter is not None:
+        return StandaloneDrafter(device, config, load(config.drafter), HostColumns())
+    return None

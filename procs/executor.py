@@ -20,6 +20,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -198,13 +199,16 @@ def _seeds(view: StepView) -> list[int]:
 
 
 def open_backend(stage: child.Child) -> Backend:
-    """Open the device and the model. Raises StartupError for what the user can mend."""
+    """Open the device and the model; a standby waits for the word first where that cannot be done beside another gpu
+    process. Raises StartupError for what the user can mend.
+    """
     from gpu import backend
     from gpu.device.protocol import DeviceError
 
     config = stage.config
     try:
-        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights, stage.boot.kv)
+        shared = stage.boot.weights, stage.boot.kv
+        return backend.open_backend(config, stage.ledger.tokens, stage.progress, *shared, stage.take_over)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
@@ -222,13 +226,16 @@ def main() -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         stage.progress(f"loading {stage.config.model.name}")
         opened = open_backend(stage)
-        stage.progress("warming up")
         from gpu.warm_up import WarmUp
 
         device, program = opened.device, opened.program
-        stats = stage.stats_writer()
+        stage.progress("warming up")
         begin_ns = time.monotonic_ns()
-        graphs = WarmUp(device, stage.config, program).run()
+        # A standby leaves the passes out: they would write to the KV cache, and make memory resident twice.
+        with opened.rehearsal() if stage.is_standby else nullcontext():
+            graphs = WarmUp(device, stage.config, program).run()
+        stage.take_over()
+        stats = stage.stats_writer()
         traces = stage.trace(LAUNCH_LANE), stage.trace(RESULT_LANE)
         traces[LAUNCH_LANE].span(What.CAPTURE, 0, begin_ns, time.monotonic_ns())
         stats.add("captures_total", graphs)

@@ -23,6 +23,8 @@ KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}
 PANEL_ROWS = 16  # in which the host device packs weights
 # Measured: interpreters and libraries of the six processes, torch and the compiled kernels among them.
 PROCESS_BYTES = 900 << 20
+# What the standbys have for themselves, measured on the host. On CUDA that of the gpu process imports torch.
+STANDBY_BYTES = {"host": 256 << 20, "cuda": 512 << 20}
 GIB = 1 << 30
 
 
@@ -90,7 +92,8 @@ def memory_needed(config: ServerConfig) -> MemoryNeed:
         weights += packed_bytes(config)
         kv_cache = cache_bytes(config)
     ledger = Ledger.size(config.rows, config.max_len)
-    return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=PROCESS_BYTES + ledger)
+    processes = PROCESS_BYTES + ledger + (STANDBY_BYTES[config.device] if config.standby else 0)
+    return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=processes)
 
 
 def memory_available(root: Path = Path("/")) -> int:
@@ -117,7 +120,8 @@ def require_memory(config: ServerConfig, root: Path = Path("/")) -> None:
         advice = "--kv-tokens or --max-len"
     raise ModelError(
         f"too little memory: {weights} and {_gib(need.processes)} for processes make {_gib(need.total)}, but only "
-        f"{_gib(available)} are available; lower {advice}, or choose a smaller model"
+        f"{_gib(available)} are available; lower {advice}, {'say --no-standby, ' if config.standby else ''}or choose a "
+        "smaller model"
     )
 
 

@@ -249,6 +249,7 @@ class Scheduler:
 
 def main() -> None:
     with child.start() as stage:
+        stage.take_over()
         Scheduler(stage).run()
 
 

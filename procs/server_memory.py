@@ -74,13 +74,16 @@ class ServerMemory:
         self.trace = Trace(self.segments["trace"])
         Ledger(self.segments["ledger"], self.config.rows, self.config.max_len)
 
-    def boot_record(self, stage: str, ready_fd: int, listen_fd: int | None) -> Boot:
-        """Return what the child of `stage` needs to start, in the epoch that the control segment holds for it."""
+    def boot_record(self, stage: str, ready_fd: int, listen_fd: int | None, word_fd: int | None = None) -> Boot:
+        """Return what the child of `stage` needs to start, in the epoch that the control segment holds for it.
+
+        word_fd: of a standby, which has no epoch yet.
+        """
         own_rings = {name for name, ring in self._rings.items() if stage in (ring.producer, ring.consumer)}
         shared = {"control", "stats", "trace", "ledger"} | ({"batch"} if stage == "scheduler" else set())
         return Boot(
             stage=stage,
-            epoch=self.control.epoch(stage),
+            epoch=self.control.epoch(stage) if word_fd is None else 0,
             config=self.config,
             segments={name: (s.fd, s.size) for name, s in self.segments.items() if name in shared | own_rings},
             doorbells=self.doorbell_fds,
@@ -90,6 +93,7 @@ class ServerMemory:
             supervisor_pid=os.getpid(),
             weights=self.weights if stage == "gpu" else None,
             kv=self.kv if stage == "gpu" else None,
+            word_fd=word_fd,
         )
 
     def kick_all(self) -> None:

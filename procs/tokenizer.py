@@ -293,6 +293,9 @@ def main() -> None:
             tokenizer, template = load_tokenizer(model.path), load_template(model.path)
         except (ModelError, TemplateBroken) as error:
             raise child.StartupError(f"{model.path}: {error}") from error
+        encoder = PromptEncoder(tokenizer, bell.kick)
+        gc.freeze()  # the vocabulary lives as long as the process: no need to look through it ever again
+        stage.take_over()
 
         def wait_for(condition: Callable[[], bool]) -> bool:
             while not stage.stopping:
@@ -309,7 +312,7 @@ def main() -> None:
             stage.ledger,
             stage.ring_producer("intake"),
             frontend,
-            PromptEncoder(tokenizer, bell.kick),
+            encoder,
             template,
             stage.stats_writer(),
             stage.trace(),
@@ -318,7 +321,6 @@ def main() -> None:
         poller = zmq.Poller()
         poller.register(receiver.socket, zmq.POLLIN)
         poller.register(bell.fileno(), zmq.POLLIN)
-        gc.freeze()  # the vocabulary lives as long as the process: no need to look through it ever again
         stage.ready()
         while not stage.stopping:
             stage.beat()

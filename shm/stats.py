@@ -32,7 +32,9 @@ class Names:
 
 
 TABLE: dict[str, Names] = {
-    "supervisor": Names(counters=("deaths_total", "restarts_total", "hangs_total")),
+    "supervisor": Names(
+        counters=("deaths_total", "restarts_total", "hangs_total"), gauges=("standbys", "standbys_wanted")
+    ),
     "frontend": Names(
         counters=(
             "requests_total",

@@ -49,6 +49,12 @@ def create_fd(nbytes: int) -> tuple[int, int]:
     return fd, size
 
 
+def is_packed(fd: int, size: int, digest: bytes) -> bool:
+    """Whether `WeightsMemory` of the same would find the weights complete, and so write nothing."""
+    record = np.frombuffer(os.pread(fd, 8 * RECORD_WORDS, 0), np.uint64)
+    return _is_complete(record, size, digest)
+
+
 class WeightsMemory:
     """One process's view of the memfd `fd` of `size` bytes; the descriptor stays its caller's.
 

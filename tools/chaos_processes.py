@@ -13,10 +13,10 @@ from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
 
-from procs.child_specs import CHILD_SPECS
+from procs.child_specs import CHILD_SPECS, STANDBY_WORD
 
 PROC = Path("/proc")
-TITLE = re.compile(r"^stepahead: (\w+)")
+TITLE = re.compile(r"^stepahead: (\w+)\s*$")  # a standby's has one more word
 MODULES = {spec.module: spec.stage for spec in CHILD_SPECS}  # how a stage is called before it has a title
 SUPERVISOR = "supervisor"
 STAGES = tuple(sorted(MODULES.values()))
@@ -56,7 +56,7 @@ def below(pid: int) -> dict[int, Stat]:
 
 
 def stage_of(pid: int) -> str | None:
-    """Which stage a process is, by its title, or by its command line while it starts."""
+    """Which stage a process is, by its title, or by its command line while it starts. A standby is none."""
     try:
         line = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -64,7 +64,8 @@ def stage_of(pid: int) -> str | None:
     title = TITLE.match(line)
     if title:
         return title[1]
-    return next((stage for module, stage in MODULES.items() if f"-m {module} --boot-fd" in line), None)
+    starts = (stage for module, stage in MODULES.items() if f"-m {module} --boot-fd" in line)
+    return None if line.rstrip().endswith(STANDBY_WORD) else next(starts, None)
 
 
 def stages_below(supervisor: int) -> dict[str, int]:
@@ -173,6 +174,11 @@ def is_idle(metrics: Mapping[str, float]) -> bool:
     """Whether nothing runs, waits or is being answered."""
     names = ("running_requests", "queued_requests", "open_rows", "open_requests")
     return not any(metrics.get(f"stepahead_{name}", 0) for name in names)
+
+
+def is_complete(metrics: Mapping[str, float]) -> bool:
+    """Whether every standby that is wanted is prepared."""
+    return metrics.get("stepahead_standbys", 0) >= metrics.get("stepahead_standbys_wanted", 0)
 
 
 def restarts_of(metrics: Mapping[str, float]) -> dict[str, int]:

@@ -30,6 +30,7 @@ from tools.chaos_processes import (
     Stat,
     below,
     holdings_of,
+    is_complete,
     is_idle,
     leaks_between,
     restarts_of,
@@ -39,7 +40,7 @@ from tools.chaos_processes import (
 from tools.chaos_report import Phase, Story, lines_in
 from tools.chaos_requests import Request, in_turn, probe_of, requests_of, with_stop
 
-SETTLE_S = 10.0  # after a load, for the server to become idle and to hold what it held before
+SETTLE_S = 20.0  # after a load, for the server to become idle and to hold what it held before, standbys included
 BURIAL_S = 2.0  # for the processes of a server that has ended to be gone
 LOOK_S = 0.005  # between two looks at whether a successor is there
 AGAIN_S = 0.05  # between two probes
@@ -131,7 +132,7 @@ class Session:
 
         Without kills every request is asked once more. `advance()` is called after each kill, or else each answer.
         """
-        metrics = self._metrics()
+        metrics = await self._complete()
         before, restarts, said = holdings_of(self._supervisor, metrics), restarts_of(metrics), self._log.stat().st_size
         turns = in_turn(self._requests, seed)
         source = turns if kills else (next(turns) for _ in self._requests)
@@ -310,9 +311,16 @@ class Session:
         while True:
             metrics = self._metrics()
             leaks = leaks_between(before, holdings_of(self._supervisor, metrics))
-            if (is_idle(metrics) and not leaks) or time.monotonic() > deadline_s:
+            if (is_idle(metrics) and is_complete(metrics) and not leaks) or time.monotonic() > deadline_s:
                 return leaks
             await asyncio.sleep(AGAIN_S)
+
+    async def _complete(self) -> dict[str, float]:
+        """The metrics once all standbys are prepared; waits a while for them."""
+        deadline_s = time.monotonic() + SETTLE_S
+        while not is_complete(metrics := self._metrics()) and time.monotonic() < deadline_s:
+            await asyncio.sleep(AGAIN_S)
+        return metrics
 
     def _metrics(self) -> dict[str, float]:
         """Blocks, which is no harm while no load runs. Raises BenchError where there are none."""

@@ -32,9 +32,11 @@ def runs(pid: int) -> bool:
 class Server:
     """A fake server as a subprocess, and what it printed."""
 
-    def __init__(self, tmp_path: Path, *stages: dict[str, object], drain_seconds: float = 20) -> None:
+    def __init__(
+        self, tmp_path: Path, *stages: dict[str, object], drain_seconds: float = 20, standby: bool = False
+    ) -> None:
         self.log = tmp_path / "frontend.log"
-        order = json.dumps({"stages": stages, "drain_seconds": drain_seconds})
+        order = json.dumps({"stages": stages, "drain_seconds": drain_seconds, "standby": standby})
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.procs.fake_server", order],
             cwd=ROOT,
