@@ -5,24 +5,28 @@ against blocking calls, the audit of descriptors. What belongs to one device is 
 wanted. It launches nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu.descriptor_audit import DescriptorAudit
 from gpu.device.guard import LaunchGuard
 from gpu.device.order import OrderChecker
 from gpu.device.protocol import Device, Observer
 from gpu.kernels.step_kernels import Array
-from gpu.models.caches import Caches, OwnCaches, open_caches
 from gpu.models.weights import LateWeights, open_weights
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
 from shm.drafter_file import DFLASH, DrafterFile
 from shm.records import ResultLayout, StepView
+
+if TYPE_CHECKING:
+    from gpu.models.caches import Caches
 
 Progress = Any  # Callable[[str], None] | None
 
@@ -52,13 +56,19 @@ class Backend:
     device: Device
     program: StepProgram
     checks: Checks
-    caches: Caches = field(default_factory=OwnCaches)
+    caches: Caches | None = None  # None: they end with the process
 
     def settle(self, is_kept: bool) -> None:
         """Serve from here on. is_kept: the KV caches hold what another process has left. Raises LayoutError."""
-        self.caches.settle(is_kept)
+        if self.caches is not None:
+            self.caches.settle(is_kept)
         if is_kept and self.checks.audit is not None:
             self.checks.audit.inherit()
+
+    def tend(self) -> None:
+        """For a thread of its own: look after the memory of the KV caches. May return at any time."""
+        if self.caches is not None:
+            self.caches.tend()
 
 
 def open_backend(
@@ -84,6 +94,8 @@ def open_backend(
         device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
         return Backend(device, program, checks)
     checks = _checks(config, LaunchGuard)
+    from gpu.models.caches import open_caches
+
     trained = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
     caches = open_caches(config, trained, shared_kv)
     device, program = _open_host(config, ledger_tokens, progress, checks, trained, shared, caches)
