@@ -5,12 +5,14 @@ against blocking calls, the audit of descriptors. What belongs to one device is 
 wanted. It launches nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu.descriptor_audit import DescriptorAudit
 from gpu.device.guard import LaunchGuard
@@ -18,12 +20,14 @@ from gpu.device.order import OrderChecker
 from gpu.device.protocol import Device, Observer
 from gpu.drafters.drafter import Drafter
 from gpu.kernels.step_kernels import Array
-from gpu.models.caches import Caches, OwnCaches, open_caches
 from gpu.models.weights import LateWeights, open_weights
 from gpu.step import StepProgram
 from shm.config import ModelInfo, ServerConfig
 from shm.drafter_file import DFLASH, DrafterFile
 from shm.records import ResultLayout, StepView
+
+if TYPE_CHECKING:
+    from gpu.models.caches import Caches
 
 Progress = Any  # Callable[[str], None] | None
 
@@ -57,14 +61,20 @@ class Backend:
     device: Device
     program: StepProgram
     checks: Checks
-    caches: Caches = field(default_factory=OwnCaches)
+    caches: Caches | None = None  # None: they end with the process
     rehearsal: Callable[[], AbstractContextManager[None]] = _no_rehearsal  # inside, passes of models touch no memory
 
     def settle(self, is_kept: bool) -> None:
         """Serve from here on. is_kept: the KV caches hold what another process has left. Raises LayoutError."""
-        self.caches.settle(is_kept)
+        if self.caches is not None:
+            self.caches.settle(is_kept)
         if is_kept and self.checks.audit is not None:
             self.checks.audit.inherit()
+
+    def tend(self) -> None:
+        """For a thread of its own: look after the memory of the KV caches. May return at any time."""
+        if self.caches is not None:
+            self.caches.tend()
 
 
 def open_backend(
@@ -112,6 +122,7 @@ def _open_host(
     from gpu.kernels.host_step import HostStepKernels
     from gpu.kernels.sampling import sample
     from gpu.kernels.team import Team
+    from gpu.models.caches import open_caches
     from gpu.models.llama import HostLlama
     from gpu.models.packed_weights import open_packed
 

@@ -246,7 +246,7 @@ def main() -> None:
         opened.settle(is_kept=stage.control.memory("gpu") < stage.epoch)
         gc.freeze()  # what is here now stays: no collection needs to look at it again
         gc.enable()
-        threading.Thread(target=opened.caches.tend, name="tend caches", daemon=True).start()
+        threading.Thread(target=opened.tend, name="tend caches", daemon=True).start()
         stage.ready(f"{graphs} graphs")
         executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)
         device.close()
