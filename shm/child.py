@@ -105,6 +105,7 @@ class Child:
         self.boot = record
         self.stage = record.stage
         self.epoch = 0
+        self._is_stage = False
         self.config = record.config
         self.channels = record.channels
         self.listen_fd = record.listen_fd
@@ -121,19 +122,19 @@ class Child:
     @property
     def is_standby(self) -> bool:
         """Whether another process is the stage, or is dead and this one has not heard of it."""
-        return not self.epoch and self.boot.word_fd is not None
+        return not self._is_stage and self.boot.word_fd is not None
 
     def take_over(self) -> None:
         """Become the stage: a standby once it has the word, for which it waits as long as it takes.
 
         Whoever is the stage already is left alone.
         """
-        if self.epoch:
+        if self._is_stage:
             return
         word_fd = self.boot.word_fd
         self.epoch = self.boot.epoch if word_fd is None else self._await_word(word_fd)
+        self._is_stage = True
         FAULTS.epoch = self.epoch
-        setproctitle.setproctitle(f"stepahead: {self.stage}")
         self.own_doorbell.disarm()  # the predecessor may have died waiting
 
     def _await_word(self, word_fd: int) -> int:
@@ -142,18 +143,19 @@ class Child:
         if not word:  # nobody is left who could say it
             os._exit(0)
         os.close(word_fd)
+        setproctitle.setproctitle(f"stepahead: {self.stage}")
         return int.from_bytes(word, "little")
 
     def ring_producer(self, name: str) -> RingProducer:
         """Become the producer of a ring; only its stage may, once."""
-        self._require_epoch()
+        self._require_stage()
         spec = self._ring_specs[name]
         assert spec.producer == self.stage, (name, self.stage)
         return self._ring(name, spec).attach_producer()
 
     def ring_consumer(self, name: str) -> RingConsumer:
         """Become the consumer of a ring; only its stage may, once."""
-        self._require_epoch()
+        self._require_stage()
         spec = self._ring_specs[name]
         assert spec.consumer == self.stage, (name, self.stage)
         return self._ring(name, spec).attach_consumer()
@@ -164,16 +166,16 @@ class Child:
 
     def trace(self, lane: int = 0) -> TraceWriter:
         """Return the writer of one of the stage's lanes, for one thread."""
-        self._require_epoch()
+        self._require_stage()
         return self._trace.writer(self.stage, lane)
 
     def stats_writer(self) -> StatsWriter:
         """Return the writer of the stage's own block."""
-        self._require_epoch()
+        self._require_stage()
         return self.stats.writer(self.stage)
 
-    def _require_epoch(self) -> None:
-        assert self.epoch, "not before the take-over: another process may be the stage"
+    def _require_stage(self) -> None:
+        assert self._is_stage, "not before the take-over: another process may be the stage"
 
     def beat(self) -> None:
         """Give a sign of life."""
@@ -185,7 +187,7 @@ class Child:
 
     def ready(self, text: str = "") -> None:
         """Tell the supervisor that the stage serves."""
-        self._require_epoch()
+        self._require_stage()
         self.beat()
         self._tell("ready", text)
 
@@ -197,7 +199,7 @@ class Child:
         _write_line(self.boot.ready_fd, event, text)
 
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
-        if not self.epoch:
+        if not self._is_stage:
             os._exit(0)  # it has nothing to finish
         self.stopping = True
         self.own_doorbell.kick()
