@@ -107,6 +107,7 @@ class Client:
         if self.waiting is not None:
             with contextlib.suppress(Died):
                 self.waiting[0].close()
+            self.waiting[1].cancel() or self.waiting[1].exception()
             self.waiting = None
         elif self.exchange is not None and self.told is None and self.leaves is None and len(wanted or ()) == 4:
             text, ids = self._answer()[:2]
@@ -269,12 +270,23 @@ class TextServer:
                 for client, right in zip(self.clients, self._wanted or [None] * len(self.clients), strict=True):
                     if client.exchange is not None or client.waiting is not None:
                         client.cut(right)
+            self._others_go_on(stage)
             self._start(stage)
+
+    def _others_go_on(self, stage: str) -> None:
+        """While it is away."""
+        turns = {"tokenizer": self._tokenizer_turn, "detokenizer": self._detokenizer_turn}
+        turns.pop(stage, None)
+        for other, do in turns.items():
+            if self.deaths[other].lives and not self.deaths[other].lives[-1].dead:
+                self._turn(other, do)
+        self.scribe.turn()
 
     def _lose(self, stage: str) -> None:
         if stage in self.wires:
             self.wires[stage].take()
         if stage == "frontend":
+            self.wires["tokenizer"].take()
             return
         inbox = self.wires["frontend"]
         inbox.messages = [m for m in inbox.messages if (m["ev"] == "text") != (stage == "detokenizer")]
@@ -289,7 +301,7 @@ class TextServer:
                 self.memory.serves(stage)
                 return
             except Died:
-                continue
+                self._others_go_on(stage)
 
     def _start_frontend(self, seat: Any) -> None:
         meter, wire = Meter(STATS.writer("frontend")), self.wires["tokenizer"].sender(seat.life)
