@@ -1,4 +1,4 @@
-"""Whether the device gets on with the steps in flight, as the launch loop sees it: it gives no heartbeat once it does not.
+"""Whether the device gets on with the steps in flight; once it does not, the launch loop gives no heartbeat.
 
 Owns how long a step may take without an end, for each kind of device. Decides over what it is told and over processor
 time; it waits for nothing, and what becomes of a process without a heartbeat is decided elsewhere (`procs.restarts`).

@@ -31,6 +31,8 @@ NAMES = (
     "tokenizer.row_ready",
     "tokenizer.intake_told",
     "tokenizer.accepted_told",
+    "tokenizer.question_taken",
+    "tokenizer.question_answered",
     "scheduler.intake_taken",
     "scheduler.row_admitted",
     "scheduler.step_planned",

@@ -202,7 +202,7 @@ def test_a_request_that_is_ready_is_handed_on_however_many_die() -> None:
 
 
 def test_a_row_that_ends_before_the_tokenizer_has_answered_holds_up_nobody() -> None:
-    """A new frontend tells the tokenizer of a row that it finds; the row ends first, and then nobody answers any more."""
+    """A new frontend tells the tokenizer of a row that it finds; the row ends first, and then nobody answers."""
     dead = LooseEngine()
     dead.open(work())
     row, gen = dead.accept()

@@ -1,7 +1,7 @@
 """The shared memory of a server whose processes are all in one thread, and each one's own view of it.
 
-`seat(stage, life, wait)` is what a stage gets in place of a `shm.child.Child`: the same calls, over memory in which every
-store of that life is counted. A wait is a call of the test's, which lets the others run.
+`seat(stage, life, wait)` is what a stage gets in place of a `shm.child.Child`: the same calls, over memory in which
+every store of that life is counted. A wait is a call of the test's, which lets the others run.
 """
 
 from __future__ import annotations

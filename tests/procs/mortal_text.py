@@ -1,7 +1,7 @@
 """The real frontend's engine, tokenizer and detokenizer in one thread, each of which may die behind any store or send.
 
-The scheduler never dies: it writes what a script has for the seed of a row, and looks at every row that it gets. Clients
-come and go as `PLAN` says. `TextServer.run` returns what each of them was told in the end.
+The scheduler never dies: it writes what a script has for the seed of a row, and looks at every row that it gets.
+Clients come and go as `plan` says. `TextServer.run` returns what each of them was told in the end.
 """
 
 from __future__ import annotations
@@ -43,12 +43,18 @@ TAMPERED = 1000  # added to the seed of a row that runs: whoever writes the row 
 
 LONG = "the long end " * 3
 # What the model says to a seed, and after how many tokens a turn.
-SCRIPTS = {100: ("so it ENDs" + 80 * ".", 4), 101: ("a€d", 3), 102: ("never to the end", 1), 103: ("xyz", 2), 104: ("q", 1)}
+SCRIPTS = {
+    100: ("so it ENDs" + 80 * ".", 4),
+    101: ("a€d", 3),
+    102: ("never to the end", 1),
+    103: ("xyz", 2),
+    104: ("q", 1),
+}
 
 
 @dataclass
 class Client:
-    """One that asks for text (prompt, seed, stop), or puts a question, in the turn that is said; and what it is told."""
+    """One that asks for text (prompt, seed, stop) or puts a question, in the turn that is said; what it is told."""
 
     turn: int
     prompt: Any = None
@@ -165,7 +171,9 @@ class Scribe:
 
     def turn(self) -> None:
         while self._intake.available():
-            for row, generation in zip(*(part.tolist() for part in read_intake(self._intake.peek().payload)), strict=True):
+            for row, generation in zip(
+                *(part.tolist() for part in read_intake(self._intake.peek().payload)), strict=True
+            ):
                 if self._ledger.begun[row] < generation == self._ledger.generation[row]:
                     self._begin(row, generation)
             self._intake.release()

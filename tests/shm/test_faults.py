@@ -106,5 +106,7 @@ def test_who_hangs_does_so_in_one_thread_and_for_ever() -> None:
         "[thread.start() for thread in threads]; time.sleep(0.2); print([thread.is_alive() for thread in threads])"
     )
     env = {**os.environ, faults.VARIABLE: "gpu.step_seen=hang"}
-    said = subprocess.run([sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
     assert said.stdout.strip() == "[True, False]"
