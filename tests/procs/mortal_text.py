@@ -76,7 +76,10 @@ class Client:
 
     def ask(self, engine: Engine) -> None:
         if self.question is None:
-            self.exchange = engine.open(self.work())
+            try:
+                self.exchange = engine.open(self.work())
+            except ApiError as error:  # rows that a dead frontend had are not free yet: it asks again
+                assert error.status == 429
         else:
             call = engine.ask(self.question, 1)
             self.waiting = call, call.send(None)
