@@ -82,7 +82,7 @@ RECOVERY = 12  # stores of a gpu process until it has attached and has answered 
 def pairs() -> Iterator[tuple[int, int]]:
     number = serve(fine=False, count=FEW)[1].gpu_deaths.lives[0].stores
     assert number > 15
-    return ((first, second) for first in range(1, number + 1) for second in range(1, RECOVERY + 1))
+    return ((first, second) for first in range(1, number + 1) for second in range(1 + first % 2, RECOVERY + 1, 2))
 
 
 def test_one_that_dies_again_while_it_takes_over(wanted: Outcome) -> None:
@@ -90,7 +90,7 @@ def test_one_that_dies_again_while_it_takes_over(wanted: Outcome) -> None:
         assert serve(deaths, fine=False, count=FEW)[0] == wanted[:FEW], deaths
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(st.lists(st.integers(1, 30), max_size=3), st.lists(st.integers(1, 150), max_size=3))
 def test_both_of_them(wanted: Outcome, gpu: list[int], scheduler: list[int]) -> None:
     assert serve(tuple(gpu), tuple(scheduler), fine=False)[0] == wanted
