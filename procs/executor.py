@@ -6,7 +6,8 @@ the copy stream, which writes the result straight into the result ring and only 
 because that slot is the pinned descriptor that the device may still read.
 
 Two threads, each with its own words: the launch loop (heartbeat, launch spans) and the copy stream (result head, step
-tail, all other counters). A third one looks after the memory of the caches and has none.
+tail, all other counters). The heartbeat is the device's too: the loop gives none once the device does not get on. A
+third thread looks after the memory of the caches and has no words.
 
 What belongs to the device is imported once the stage has booted, so that whatever is wrong with it (a broken numba, a
 library that is missing) reaches the supervisor as the reason.
@@ -24,6 +25,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+from procs.device_watch import PATIENCE, DeviceWatch
 from shm import child
 from shm.config import ServerConfig
 from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
@@ -135,12 +137,14 @@ class Executor:
         self._next_result = results.head
         self._in_flight: deque[Completion] = deque()
         self._epoch = epoch
+        self._watch = DeviceWatch(PATIENCE[config.device])
 
     def serve(self, bell: Doorbell, beat: Callable[[], None], stopping: Callable[[], bool]) -> None:
         """Launch steps until `stopping()` and nothing is queued. Raises DeviceError once the device has failed."""
         with self._checks.launch_loop():
             while True:
-                beat()
+                if self._watch.gets_on(self._oldest()):
+                    beat()
                 self._device.check()
                 if bell.wait(self._ready):
                     self.launch_next()
@@ -189,9 +193,14 @@ class Executor:
         Completions are looked at before `space`: a result published in between is then counted against us, never for
         us.
         """
+        self._oldest()
+        return self._results.space() - len(self._in_flight)
+
+    def _oldest(self) -> Completion | None:
+        """The oldest step that has not ended; those that have are forgotten."""
         while self._in_flight and self._in_flight[0].query():
             self._in_flight.popleft()
-        return self._results.space() - len(self._in_flight)
+        return self._in_flight[0] if self._in_flight else None
 
 
 def _seeds(view: StepView) -> list[int]:

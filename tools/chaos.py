@@ -25,7 +25,7 @@ from tools.chaos_picture import picture
 from tools.chaos_processes import SUPERVISOR
 from tools.chaos_report import Phase, document_of, faults_text, phase_text, rows_of, step_ms, table_text
 from tools.chaos_requests import KINDS
-from tools.chaos_session import FAULTS_VARIABLE, Session, phases_of
+from tools.chaos_session import FAULTS_VARIABLE, RULES, Session, phases_of
 
 PROMPT_CHARS_MAX = 4000
 SWITCH_S = 0.0005  # the threads that watch the dying read a clock: they may not wait long for the load's thread
@@ -60,7 +60,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the streams with the kills")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's lines, behind those that are there")
     parser.add_argument(
-        "--plant", default="", metavar="FAULTS", help=f"start the server with {FAULTS_VARIABLE} set to this"
+        "--plant",
+        default="",
+        metavar="FAULTS",
+        help=f"start the server with {FAULTS_VARIABLE} set to this: rules to break ({', '.join(RULES)}), or faults as "
+        "NAME=ACTION[@N][+SECONDS][#EPOCH][?VALUE], the names being in ARCHITECTURE.md",
     )
     parser.add_argument(
         "--expect",

@@ -48,6 +48,13 @@ LINES_S = 0.5  # behind the last kill, for the log to tell of it
 CUTTERS = ("frontend", SUPERVISOR)  # whose death ends connections
 
 FAULTS_VARIABLE = "STEPAHEAD_FAULTS"  # what the server plants in itself; its words are not looked into here
+# Rules of the server's recovery that it can be told to break, for the help; `shm.faults` owns them.
+RULES = (
+    "scheduler.counts_before_tokens",
+    "scheduler.takes_old_results",
+    "gpu.runs_old_steps",
+    "text.ignores_delivered",
+)
 
 
 class Session:
