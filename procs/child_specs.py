@@ -59,17 +59,10 @@ CHILD_SPECS = (
         module="procs.executor",
         ready_seconds=900,
         stop_seconds=5,
-        standby_after_seconds=1.0,
+        standby_after_seconds=0.5,  # all rows may have to be prefilled first
         env={"OMP_NUM_THREADS": "{threads}", "MKL_NUM_THREADS": "{threads}", "NUMBA_NUM_THREADS": "{threads}"},
     ),
-    ChildSpec(
-        stage="scheduler",
-        module="procs.scheduler",
-        ready_seconds=60,
-        stop_seconds=3,
-        standby_after_seconds=1.0,
-        env=_ONE_THREAD,
-    ),
+    ChildSpec(stage="scheduler", module="procs.scheduler", ready_seconds=60, stop_seconds=3, env=_ONE_THREAD),
     ChildSpec(stage="detokenizer", module="procs.detokenizer", ready_seconds=120, stop_seconds=3, env=_ONE_THREAD),
     ChildSpec(
         stage="tokenizer",

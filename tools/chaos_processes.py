@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
 from procs.child_specs import CHILD_SPECS, STANDBY_WORD
 
@@ -184,3 +186,20 @@ def is_complete(metrics: Mapping[str, float]) -> bool:
 def restarts_of(metrics: Mapping[str, float]) -> dict[str, int]:
     """How often each stage was started again."""
     return {stage: int(metrics.get(f'stepahead_stage_restarts_total{{stage="{stage}"}}', 0)) for stage in STAGES}
+
+
+def living(processes: Mapping[int, Stat]) -> list[int]:
+    """Those that are still there and not merely dead and not yet collected."""
+    now = {pid: stat_of(pid) for pid in processes}
+    return [pid for pid, stat in now.items() if stat and stat.state not in "ZX" and stat.start == processes[pid].start]
+
+
+def is_free(url: str) -> bool:
+    """Whether a server could listen where that one did."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were open do not count
+        try:
+            probe.bind(("127.0.0.1", urlsplit(url).port or 0))
+        except OSError:
+            return False
+    return True

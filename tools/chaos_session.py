@@ -9,12 +9,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import orjson
 
@@ -27,15 +25,15 @@ from tools.chaos_processes import (
     SUPERVISOR,
     Holdings,
     Leaks,
-    Stat,
     below,
     holdings_of,
     is_complete,
+    is_free,
     is_idle,
     leaks_between,
+    living,
     restarts_of,
     samples,
-    stat_of,
 )
 from tools.chaos_report import Phase, Story, lines_in
 from tools.chaos_requests import Request, in_turn, probe_of, requests_of, with_stop
@@ -182,10 +180,10 @@ class Session:
             strike = Strike(kill, [death])
             phase.strikes.append(strike)
             deadline_s = time.monotonic() + BURIAL_S
-            while (left := _living(children)) and time.monotonic() < deadline_s:
+            while (left := living(children)) and time.monotonic() < deadline_s:
                 await asyncio.sleep(LOOK_S)
             load.stop()
-            if not left and _is_free(server.url):
+            if not left and is_free(server.url):
                 strike.recovered_ns = time.perf_counter_ns()
             else:
                 phase.notes.append(f"{len(left)} processes are left, or the port is not free")
@@ -344,22 +342,6 @@ class Session:
         if self._server is not None and self._server.process is not None:
             stop(self._server.process)
         self._server = None
-
-
-def _living(processes: Mapping[int, Stat]) -> list[int]:
-    """Those that are still there and not merely dead and not yet collected."""
-    now = {pid: stat_of(pid) for pid in processes}
-    return [pid for pid, stat in now.items() if stat and stat.state not in "ZX" and stat.start == processes[pid].start]
-
-
-def _is_free(url: str) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were open do not count
-        try:
-            probe.bind(("127.0.0.1", urlsplit(url).port or 0))
-        except OSError:
-            return False
-    return True
 
 
 def phases_of(planned: Iterator[tuple[Cell, list[Kill]]]) -> Iterator[tuple[Cell, list[Kill]]]:
