@@ -20,12 +20,12 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tools.bench_serve import PROMPTS, BenchError, interrupt_on_sigterm, load_prompts
 from tools.chaos_check import KINDS as FAULT_KINDS
 from tools.chaos_check import kinds_of
-from tools.chaos_kill import HOWS, KillError, cells_of, plan
+from tools.chaos_kill import HOWS, KillError, cells_of, phases_of, plan
 from tools.chaos_picture import picture
 from tools.chaos_processes import SUPERVISOR
 from tools.chaos_report import Phase, document_of, faults_text, phase_text, rows_of, step_ms, table_text
 from tools.chaos_requests import KINDS
-from tools.chaos_session import FAULTS_VARIABLE, RULES, Session, phases_of
+from tools.chaos_session import FAULTS_VARIABLE, RULES, Session
 
 PROMPT_CHARS_MAX = 4000
 SWITCH_S = 0.0005  # the threads that watch the dying read a clock: they may not wait long for the load's thread
@@ -126,9 +126,9 @@ async def run(options: argparse.Namespace, progress: Progress, phases: list[Phas
         bar = progress.add_task("without faults", total=count + 1)
         calm = await session.baseline(options.seed, prompts, count, options.tokens, lambda: progress.advance(bar))
         progress.remove_task(bar)
-        if not cells:
-            bar = progress.add_task("the same under load", total=count)
-            phases.append(await session.phase(None, (), str(options.seed), lambda: progress.advance(bar)))
+        again = progress.add_task("the same again", total=count)
+        phases.append(await session.phase(None, (), str(options.seed), lambda: progress.advance(again)))
+        progress.remove_task(again)
         bar = progress.add_task("kills", total=len(cells) * options.kills, visible=bool(cells))
         for number, (cell, kills) in enumerate(phases_of(plan(options.seed, cells, options.kills, options.apart))):
             progress.update(bar, description=f"{cell.target}, {cell.how}")

@@ -77,6 +77,12 @@ def plan(
         yield cell, made
 
 
+def phases_of(planned: Iterator[tuple[Cell, list[Kill]]]) -> Iterator[tuple[Cell, list[Kill]]]:
+    """The planned phases; a server whose supervisor dies has one kill only."""
+    for cell, kills in planned:
+        yield from ((cell, [kill]) for kill in kills) if SUPERVISOR in cell.stages else [(cell, kills)]
+
+
 @dataclass
 class Death:
     """One process that was killed. Times: perf_counter nanoseconds, 0 = not seen."""

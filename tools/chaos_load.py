@@ -108,6 +108,11 @@ class Load:
         self._clients = [Client(url, api_key) for _ in range(lanes)]
         self._tasks: list[asyncio.Task[None]] = []
 
+    @property
+    def is_busy(self) -> bool:
+        """Whether a client has still something to ask or to read."""
+        return not all(task.done() for task in self._tasks)
+
     def start(self, when_answered: Callable[[], None] = lambda: None) -> None:
         """Begin, in the running loop. `when_answered()` is called after each answer."""
         self._tasks = [

@@ -23,12 +23,13 @@ from tools.chaos_processes import Leaks
 # The server's line about a death, as its supervisor writes it.
 LINE = re.compile(r"^stepahead: (\w+) died \((.*)\), back after ([\d.]+) s in epoch (\d+); (\d+) (.*)$", re.MULTILINE)
 HEADINGS = (
-    *("stage", "signal", "kills", "requests", *KINDS, "detection", "pause", "recovery"),
+    *("stage", "signal", "kills", "requests", *KINDS, "detection", "pause", "next", "recovery"),
     *("processes", "fds", "memfd", "pages", "zombies", "rows", "restarts", "back"),
 )
 LEGEND = """requests: checked, of which so many were lost, had something missing, doubled or different
 detection: from the signal until the supervisor had collected the process; pause: the longest silence of
-any stream around the kill; recovery: until the first token of a request sent behind the kill; each p50/p99 in ms
+any stream around the kill; next: until the end of the longest silence of all streams together; recovery: until the
+first token of a request sent behind the kill; each p50/p99 in ms. The stage none: the same in calm, without a kill
 processes to rows: what an idle server holds more than before, memfd in bytes; restarts: more than there were kills
 back: kills after which the server served again"""
 
@@ -60,6 +61,7 @@ class Phase:
     cell: Cell | None  # None: nothing is killed
     planned: int = 0  # kills
     strikes: list[Strike] = field(default_factory=list)
+    probes: list[tuple[int, int]] = field(default_factory=list)  # in calm: when sent, and its first token; perf_counter
     stories: list[Story] = field(default_factory=list)
     leaks: Leaks = field(default_factory=Leaks)
     extra_restarts: int = 0  # more than kills
@@ -79,6 +81,7 @@ class Row:
     faulty: Mapping[str, int]  # requests, by kind of fault
     detection_ms: Sequence[float]
     pause_ms: Sequence[float]
+    next_ms: Sequence[float]
     recovery_ms: Sequence[float]
     leaks: Leaks
     extra_restarts: int
@@ -105,6 +108,19 @@ def silence_ms(moments_ns: Iterable[Sequence[int]], begin_ns: int, end_ns: int) 
     return max(gaps, default=0) / 1e6
 
 
+def next_ms(moments_ns: Sequence[int], begin_ns: int, end_ns: int) -> float:
+    """From `begin_ns` to the end of the longest time between two moments that reaches into begin..end; 0 for none.
+
+    moments_ns: of all streams together, in order.
+    """
+    gaps = [
+        (later - earlier, later)
+        for earlier, later in itertools.pairwise(moments_ns)
+        if later > begin_ns and earlier < end_ns
+    ]
+    return (max(gaps)[1] - begin_ns) / 1e6 if gaps else 0.0
+
+
 def step_ms(stories: Iterable[Story]) -> float:
     """The median time between two events of one stream, of clients that read at once; 0 for none."""
     gaps = [
@@ -121,12 +137,17 @@ def row_of(phases: Sequence[Phase]) -> Row:
     """Sum up the phases of one cell."""
     cell = phases[0].cell
     strikes = [strike for phase in phases for strike in phase.strikes]
-    pauses = []
+    pauses, nexts = [], []
     for phase in phases:
-        streams = [story.told.moments_ns() for story in phase.stories if story.told.request.is_patient]
-        for strike in phase.strikes:
-            end_ns = strike.recovered_ns or max((moments[-1] for moments in streams), default=strike.at_ns)
-            pauses.append(silence_ms(streams, strike.at_ns, end_ns))
+        patient = [story.told for story in phase.stories if story.told.request.is_patient]
+        streams = [told.moments_ns() for told in patient]
+        together = sorted(moment for told in patient for moment in told.answer.times_ns)
+        last_ns = max((moments[-1] for moments in streams), default=0)
+        spans = [(sent_ns, sent_ns, first_ns) for sent_ns, first_ns in phase.probes]
+        spans += [(one.at_ns, one.deaths[-1].struck_ns, one.recovered_ns or last_ns) for one in phase.strikes]
+        for first_ns, begin_ns, end_ns in spans:
+            pauses.append(silence_ms(streams, first_ns, end_ns))
+            nexts.append(next_ms(together, begin_ns, end_ns))
     leaks = Leaks()
     for phase in phases:
         leaks += phase.leaks
@@ -140,7 +161,11 @@ def row_of(phases: Sequence[Phase]) -> Row:
         faulty={kind: sum(kind in kinds for kinds in found) for kind in KINDS},
         detection_ms=[ms for death in deaths if (ms := death.detection_ms) is not None],
         pause_ms=pauses,
-        recovery_ms=[ms for strike in strikes if (ms := strike.recovery_ms) is not None],
+        next_ms=nexts,
+        recovery_ms=[
+            *((first_ns - sent_ns) / 1e6 for phase in phases for sent_ns, first_ns in phase.probes),
+            *(ms for strike in strikes if (ms := strike.recovery_ms) is not None),
+        ],
         leaks=leaks,
         extra_restarts=sum(phase.extra_restarts for phase in phases),
         unheard=sum(phase.unheard for phase in phases),
@@ -170,7 +195,7 @@ def table_text(rows: Sequence[Row], step: float) -> str:
     body = [
         (
             *(row.stage, row.signal, str(row.kills), str(row.requests), *(str(row.faulty[kind]) for kind in KINDS)),
-            *(_quantiles(row.detection_ms), _quantiles(row.pause_ms), _quantiles(row.recovery_ms)),
+            *(_quantiles(times) for times in (row.detection_ms, row.pause_ms, row.next_ms, row.recovery_ms)),
             *(
                 str(getattr(row.leaks, name))
                 for name in ("processes", "fds", "memfd_bytes", "pages", "zombies", "rows")
@@ -235,7 +260,7 @@ def document_of(phases: Sequence[Phase], step: float, about: Mapping[str, Any]) 
 def _row_document(row: Row) -> dict[str, Any]:
     times = {
         f"{name}_p{share}": percentile(values, share) if values else None
-        for name in ("detection_ms", "pause_ms", "recovery_ms")
+        for name in ("detection_ms", "pause_ms", "next_ms", "recovery_ms")
         if (values := getattr(row, name)) is not None
         for share in (50, 99)
     }

@@ -11,7 +11,7 @@ import contextlib
 import os
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import orjson
@@ -42,6 +42,7 @@ SETTLE_S = 20.0  # after a load, for the server to become idle and to hold what 
 BURIAL_S = 2.0  # for the processes of a server that has ended to be gone
 LOOK_S = 0.005  # between two looks at whether a successor is there
 AGAIN_S = 0.05  # between two probes
+CALM_S = 0.2  # between two that are not to disturb
 LINES_S = 0.5  # behind the last kill, for the log to tell of it
 CUTTERS = ("frontend", SUPERVISOR)  # whose death ends connections
 
@@ -135,7 +136,8 @@ class Session:
     async def phase(self, cell: Cell | None, kills: Sequence[Kill], seed: str, advance: Callable[[], None]) -> Phase:
         """Put the server under load, kill as planned, wait until all is answered, and count what is left behind.
 
-        Without kills every request is asked once more. `advance()` is called after each kill, or else each answer.
+        Without kills every request is asked once more, and probes beside them. `advance()` is called after each kill,
+        or else each answer.
         """
         metrics = await self._complete()
         before, restarts, said = holdings_of(self._supervisor, metrics), restarts_of(metrics), self._log.stat().st_size
@@ -145,6 +147,8 @@ class Session:
         phase = Phase(cell, len(kills))
         load.start(lambda: None if kills else advance())
         try:
+            if not kills:
+                await self._probe_calmly(load, phase)
             for kill in kills:
                 await asyncio.sleep(kill.wait_s)
                 strike = await self._strike(load, kill, phase)
@@ -274,6 +278,14 @@ class Session:
             await asyncio.sleep(AGAIN_S)
         return 0
 
+    async def _probe_calmly(self, load: Load, phase: Phase) -> None:
+        """What those probes meet that are sent behind a kill, without one."""
+        assert self._probe is not None
+        while load.is_busy:
+            told = await load.probe(self._probe, self._timeout_s)
+            phase.probes += [(told.sent_ns, first_ns) for first_ns in told.answer.times_ns[:1]]
+            await asyncio.sleep(CALM_S)
+
     def _judge(self, told: Sequence[Told], strikes: Sequence[Strike]) -> list[Story]:
         cuts = [
             (death.struck_ns, strike.recovered_ns or time.perf_counter_ns())
@@ -342,9 +354,3 @@ class Session:
         if self._server is not None and self._server.process is not None:
             stop(self._server.process)
         self._server = None
-
-
-def phases_of(planned: Iterator[tuple[Cell, list[Kill]]]) -> Iterator[tuple[Cell, list[Kill]]]:
-    """The planned phases; a server whose supervisor dies has one kill only."""
-    for cell, kills in planned:
-        yield from ((cell, [kill]) for kill in kills) if SUPERVISOR in cell.stages else [(cell, kills)]

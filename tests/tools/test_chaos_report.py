@@ -22,6 +22,7 @@ from tools.chaos_report import (
     document_of,
     faults_text,
     lines_in,
+    next_ms,
     phase_text,
     row_of,
     rows_of,
@@ -81,12 +82,27 @@ def test_a_silence_counts_where_it_reaches_into_the_time_asked_for() -> None:
     assert silence_ms(streams, 60 * MS, 70 * MS) == 0
 
 
+def test_the_next_token_is_the_one_behind_the_longest_silence_of_all() -> None:
+    moments = [0, 10 * MS, 12 * MS, 40 * MS, 45 * MS, 90 * MS]
+    assert next_ms(moments, 11 * MS, 44 * MS) == 29, "what was still under way at 12 is not it"
+    assert next_ms(moments, 41 * MS, 43 * MS) == 4
+    assert next_ms(moments, 91 * MS, 99 * MS) == 0
+
+
+def test_calm_is_measured_as_kills_are(phases: list[Phase]) -> None:
+    calm = Phase(None, 0, stories=phases[0].stories[:2], probes=[(1050 * MS, 1300 * MS), (1250 * MS, 1950 * MS)])
+    row = row_of([calm])
+    assert (row.stage, row.signal, row.kills, row.is_clean) == ("none", "-", 0, True)
+    assert (row.recovery_ms, row.next_ms, row.pause_ms) == ([250, 700], [850, 650], [700, 700])
+
+
 def test_a_row_sums_up_its_kills(phases: list[Phase]) -> None:
     row = row_of(phases[:1])
     assert (row.kills, row.recovered, row.requests, row.is_clean) == (2, 2, 4, False)
     assert row.faulty == {"lost": 0, "missing": 0, "doubled": 1, "different": 0}
     assert row.detection_ms == [4, 4, 8, 8]
     assert row.pause_ms == [700, 350], "the slow reader's silences are its own"
+    assert row.next_ms == [399, 249]
     assert row.recovery_ms == [400, 300], "from the second of two deaths"
     assert row.untold == 3
     assert step_ms(phases[0].stories) == 180
