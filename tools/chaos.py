@@ -20,7 +20,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from tools.bench_serve import PROMPTS, BenchError, interrupt_on_sigterm, load_prompts
 from tools.chaos_check import KINDS as FAULT_KINDS
 from tools.chaos_check import kinds_of
-from tools.chaos_kill import HOWS, KillError, cells_of, phases_of, plan
+from tools.chaos_kill import HOWS, KillError, cells_of, plan
 from tools.chaos_picture import picture
 from tools.chaos_processes import SUPERVISOR
 from tools.chaos_report import Phase, document_of, faults_text, phase_text, rows_of, step_ms, table_text
@@ -127,17 +127,16 @@ async def run(options: argparse.Namespace, progress: Progress, phases: list[Phas
         calm = await session.baseline(options.seed, prompts, count, options.tokens, lambda: progress.advance(bar))
         progress.remove_task(bar)
         again = progress.add_task("the same again", total=count)
-        phases.append(await session.phase(None, (), str(options.seed), lambda: progress.advance(again)))
+        phases.append(await session.phase((), str(options.seed), lambda: progress.advance(again)))
         progress.remove_task(again)
         bar = progress.add_task("kills", total=len(cells) * options.kills, visible=bool(cells))
-        for number, (cell, kills) in enumerate(phases_of(plan(options.seed, cells, options.kills, options.apart))):
-            progress.update(bar, description=f"{cell.target}, {cell.how}")
+        for number, kills in enumerate(plan(options.seed, cells, options.kills, options.apart)):
             seed = f"{options.seed} {number}"
-            if SUPERVISOR in cell.stages:
+            if SUPERVISOR in kills[0].cell.stages:
                 phases.append(await session.supervisor_phase(kills[0], seed))
                 progress.advance(bar)
             else:
-                phases.append(await session.phase(cell, kills, seed, lambda: progress.advance(bar)))
+                phases.append(await session.phase(kills, seed, lambda: progress.advance(bar)))
             progress.console.print(phase_text(phases[-1]), soft_wrap=True)
     return step_ms(calm)
 

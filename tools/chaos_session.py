@@ -19,7 +19,7 @@ import orjson
 from tools.bench_serve import BenchError, Server, get, start, stop
 from tools.chaos_check import check
 from tools.chaos_history import History
-from tools.chaos_kill import Cell, Death, Kill, Strike, Victim, find
+from tools.chaos_kill import Death, Kill, Strike, Victim, find
 from tools.chaos_load import Load, Told
 from tools.chaos_processes import (
     SUPERVISOR,
@@ -133,7 +133,7 @@ class Session:
         self._requests = [by_number.get(one.number, one) for one in self._requests]
         return stories
 
-    async def phase(self, cell: Cell | None, kills: Sequence[Kill], seed: str, advance: Callable[[], None]) -> Phase:
+    async def phase(self, kills: Sequence[Kill], seed: str, advance: Callable[[], None]) -> Phase:
         """Put the server under load, kill as planned, wait until all is answered, and count what is left behind.
 
         Without kills every request is asked once more, and probes beside them. `advance()` is called after each kill,
@@ -144,7 +144,7 @@ class Session:
         turns = in_turn(self._requests, seed)
         source = turns if kills else (next(turns) for _ in self._requests)
         load = Load(self.server.url, self._api_key, source, self._streams, self._timeout_s)
-        phase = Phase(cell, len(kills))
+        phase = Phase(kills)
         load.start(lambda: None if kills else advance())
         try:
             if not kills:
@@ -173,7 +173,7 @@ class Session:
         server, supervisor = self.server, self._supervisor
         assert server.process is not None
         load = Load(server.url, self._api_key, in_turn(self._requests, seed), self._streams, self._timeout_s)
-        phase = Phase(kill.cell, 1)
+        phase = Phase([kill])
         load.start()
         try:
             await asyncio.sleep(kill.wait_s)
