@@ -6,6 +6,7 @@ Decides over times and states that it is told, but for `look_at`, which reads th
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -72,8 +73,10 @@ class Pulse:
     together with whom it looks at.
     """
 
-    def __init__(self, look: Callable[[], Look | None]) -> None:
+    def __init__(self, look: Callable[[], Look | None], asleep_s: float = math.inf) -> None:
+        """asleep_s: for how long it may sleep before it has given any sign."""
         self._look = look
+        self._asleep_s = asleep_s
         self._looked_s = 0.0
         self._beat_ns = 0
         self._ticks = -1
@@ -95,7 +98,7 @@ class Pulse:
         self._ticks = look.ticks
         if look.state == STOPPED and self._silent_s >= STOPPED_SECONDS:
             return STOPPED_BY_SIGNAL
-        if beat_ns and self._still_s >= ASLEEP_SECONDS:
+        if self._still_s >= (ASLEEP_SECONDS if beat_ns else self._asleep_s):
             return f"hung: asleep without a heartbeat for {self._still_s:.1f} s"
         if beat_ns and self._silent_s >= SILENT_SECONDS:
             return f"hung: no heartbeat for {self._silent_s:.0f} s"

@@ -23,16 +23,17 @@ from tools.chaos_processes import Leaks
 
 # The server's line about a death, as its supervisor writes it.
 LINE = re.compile(r"^stepahead: (\w+) died \((.*)\), back after ([\d.]+) s in epoch (\d+); (\d+) (.*)$", re.MULTILINE)
+AGAIN = re.compile(r"^stepahead: (\w+) died \((.*)\), and again [\d.]+ s later while it started$", re.MULTILINE)
 HEADINGS = (
     *("stage", "signal", "kills", "requests", *KINDS, "detection", "pause", "next", "recovery"),
-    *("processes", "fds", "memfd", "pages", "zombies", "rows", "restarts", "back"),
+    *("processes", "fds", "memfd", "pages", "zombies", "rows", "restarts", "untold", "back"),
 )
 LEGEND = """requests: under way during a kill, of which so many were lost, had something missing, doubled or different
 detection: from the signal until the supervisor had collected the process; pause: the longest silence of
 any stream around the kill; next: until the end of the longest silence of all streams together; recovery: until the
 first token of a request sent behind the kill; each p50/p99 in ms. The stage none: the same in calm, without a kill
 processes to rows: what an idle server holds more than before the phase, memfd in bytes; restarts: more than kills
-back: kills after which the server served again"""
+untold: deaths without a line in the log; back: kills after which the server served again"""
 
 
 class Line(NamedTuple):
@@ -118,7 +119,7 @@ class Row:
     @property
     def is_clean(self) -> bool:
         """Whether nobody noticed more than a pause, and nothing is left."""
-        harmed = any(self.faulty.values()) or bool(self.leaks) or self.extra_restarts or self.unheard
+        harmed = any(self.faulty.values()) or bool(self.leaks) or self.extra_restarts or self.unheard or self.untold
         return not harmed and self.recovered == self.kills
 
 
@@ -211,11 +212,12 @@ def rows_of(phases: Sequence[Phase]) -> list[Row]:
 
 
 def lines_in(log: str) -> list[Line]:
-    """The deaths that a server's log tells of."""
-    return [
+    """The deaths that a server's log tells of. Who died again before it was back has no epoch, and nothing retried."""
+    whole = [
         Line(stage, reason, float(back), int(epoch), int(retried), what)
         for stage, reason, back, epoch, retried, what in LINE.findall(log)
     ]
+    return whole + [Line(stage, reason, 0.0, 0, 0, "died again") for stage, reason in AGAIN.findall(log)]
 
 
 def table_text(rows: Sequence[Row], step: float) -> str:
@@ -228,7 +230,7 @@ def table_text(rows: Sequence[Row], step: float) -> str:
                 str(getattr(row.leaks, name))
                 for name in ("processes", "fds", "memfd_bytes", "pages", "zombies", "rows")
             ),
-            *(str(row.extra_restarts), f"{row.recovered}/{row.kills}"),
+            *(str(row.extra_restarts), str(row.untold), f"{row.recovered}/{row.kills}"),
         )
         for row in rows
     ]

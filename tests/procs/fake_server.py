@@ -45,11 +45,19 @@ def config(port: int = 0, **more: Any) -> ServerConfig:
     return ServerConfig(model=MODEL, served_model_name="fake", host="127.0.0.1", port=port, **values)
 
 
-def spec(stage: str, fake: str, ready_seconds: float = 30, stop_seconds: float = 5, deaths: int = 7) -> ChildSpec:
+def spec(
+    stage: str,
+    fake: str,
+    ready_seconds: float = 30,
+    stop_seconds: float = 5,
+    deaths: int = 7,
+    asleep_seconds: float = 15,
+) -> ChildSpec:
     return ChildSpec(
         stage=stage,
         module="tests.procs.fake_stage",
         ready_seconds=ready_seconds,
+        asleep_seconds=asleep_seconds,
         stop_seconds=stop_seconds,
         listens=stage == "frontend",
         env={"FAKE": fake},

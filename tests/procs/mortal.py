@@ -4,9 +4,9 @@
     ledger_of(ledger, life)          shared memory as this process sees it: what it stores is counted
     ring_of(ring, life), control_of(control, life), segment_of(segment, life), Wire().sender(life)
 
-Every store of an element, or of a range, is one: planes of the ledger, arrays of a segment, payloads, headers and cursors of rings, words of
-the control segment; payloads only of a life that is `fine`. What a dead process still does while its calls unwind is
-stopped at its first store.
+Every store of an element, or of a range, is one: planes of the ledger, arrays of a segment, payloads, headers and
+cursors of rings, words of the control segment; payloads only of a life that is `fine`. What a dead process still does
+while its calls unwind is stopped at its first store.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The real scheduler and the real gpu process in one thread, over real rings, and both may die behind any store.
 
-The device is `SimulatedDevice`, whose pages die with its gpu process, or outlive it; tokenizer, detokenizer and frontend are plain
-code that never dies. `run` serves all requests and returns what became of them.
+The device is `SimulatedDevice`, whose pages die with its gpu process, or outlive it; tokenizer, detokenizer and
+frontend are plain code that never dies. `run` serves all requests and returns what became of them.
 """
 
 from __future__ import annotations

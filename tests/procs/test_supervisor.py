@@ -192,6 +192,28 @@ def test_a_stage_that_is_stopped_while_it_starts_does_not_hold_up_the_server(sta
     assert "note gpu died (stopped by a signal) and did not come back" in lines
 
 
+def test_a_stage_that_hangs_when_it_is_started_again_is_started_once_more(start: type[Server]) -> None:
+    server = start({"stage": "gpu", "fake": "dies, then: hang", "asleep_seconds": 0.4}, FRONTEND)
+    server.wait_line("ready")
+    server.wait_line("note gpu died (RuntimeError: boom), and again ")
+    assert server.wait_line("note gpu died (hung: asleep without a heartbeat for 0.4 s), back after ").endswith(
+        " in epoch 3; 0 requests were queued again"
+    )
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+
+
+@pytest.mark.parametrize(("then", "memory"), [("at start: killed", 3), ("when ready: killed", 2)])
+def test_who_never_served_does_not_make_sound_what_an_error_left(start: type[Server], then: str, memory: int) -> None:
+    server = start({"stage": "gpu", "fake": f"dies, then: {then}"}, FRONTEND)
+    server.wait_line("ready")
+    server.wait_line("note gpu died (killed by SIGKILL (is memory short?)), back after ")
+    server.process.send_signal(signal.SIGTERM)
+    status, lines = server.end()
+    assert status == 0
+    assert f"progress gpu: memory of epoch {memory}" in lines, "what the third one is told"
+
+
 def test_a_dead_frontend_is_started_again_too(start: type[Server]) -> None:
     server = start(GPU, {"stage": "frontend", "fake": "once: when ready: killed"})
     server.wait_line("ready")
