@@ -188,6 +188,9 @@ class WireSender:
         self._life = life
         self.mark: dict[str, int] = {}
 
+    def turn_to(self, _epoch: int) -> None:
+        pass
+
     def send(self, message: dict[str, Any]) -> None:
         self._life.before()
         self._wire.messages.append({**message, **self.mark})
