@@ -101,6 +101,14 @@ def test_who_does_not_look_counts_no_time() -> None:
     assert patient.feel(1) is None and patient.feel(2) is None
 
 
+def test_who_was_frozen_with_the_one_that_looks_may_go_on_a_little_later() -> None:
+    patient = Patient()
+    patient.look = Look("T", 0)
+    patient.feel(1)
+    assert patient.feel(2, 5.0) is None, "its last heartbeat is news, and old"
+    assert 0.9 < (patient.until_dead(2, 3.0) or 0) < 1.1
+
+
 def test_a_process_that_starts_gives_no_sign_yet_but_must_not_be_stopped() -> None:
     patient = Patient()
     assert patient.until_dead(0, 2 * SILENT_SECONDS) is None
