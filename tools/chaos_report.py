@@ -19,7 +19,7 @@ from tools.chaos_check import KINDS, Fault, kinds_of
 from tools.chaos_history import History
 from tools.chaos_kill import HOWS, Cell, Kill, Strike
 from tools.chaos_load import Told
-from tools.chaos_processes import Leaks
+from tools.chaos_processes import SUPERVISOR, Leaks
 
 # The server's line about a death, as its supervisor writes it.
 LINE = re.compile(r"^stepahead: (\w+) died \((.*)\), back after ([\d.]+) s in epoch (\d+); (\d+) (.*)$", re.MULTILINE)
@@ -181,6 +181,7 @@ def row_of(cell: Cell | None, phases: Sequence[Phase]) -> Row:
     for phase in phases:
         leaks += phase.leaks
     deaths = [death for phase in phases for strike in phase.strikes for death in strike.deaths]
+    told_of = [death for death in deaths if death.stage != SUPERVISOR]  # who would tell of that one's
     found = [kinds_of(story.faults) for phase in phases for story in phase.stories_of(cell)]
     return Row(
         stage=cell.target if cell else "none",
@@ -199,7 +200,7 @@ def row_of(cell: Cell | None, phases: Sequence[Phase]) -> Row:
         extra_restarts=sum(phase.extra_restarts for phase in phases),
         unheard=sum(phase.unheard for phase in phases),
         recovered=sum(strike.recovered_ns > 0 for strike in strikes),
-        untold=max(0, len(deaths) - sum(len(phase.lines) for phase in phases)),
+        untold=max(0, len(told_of) - sum(len(phase.lines) for phase in phases)),
     )
 
 
