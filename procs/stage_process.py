@@ -74,6 +74,8 @@ class StageProcess:
                 env=env,
                 process_group=0,
             )
+            self.pid = self._process.pid
+            self.pidfd = self._open_pidfd()
         except BaseException:
             os.close(self.ready_fd)
             self._close_word()
@@ -82,8 +84,14 @@ class StageProcess:
             for fd in (child_end, boot_fd, word_end):
                 if fd >= 0:
                     os.close(fd)
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+
+    def _open_pidfd(self) -> int:
+        try:
+            return os.pidfd_open(self.pid)
+        except OSError:  # no descriptor is left: a child that nobody can watch is none
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def watch(self, selector: selectors.BaseSelector, heard: Callable[[], None], died: Callable[[], None]) -> None:
         """Have `heard` called whenever the child has said something, and `died` at its end."""

@@ -251,9 +251,7 @@ def test_a_dead_frontend_is_started_again_too(start: type[Server]) -> None:
 def test_a_frontend_that_cannot_live_has_nobody_to_tell(start: type[Server]) -> None:
     server = start(GPU, {"stage": "frontend", "fake": "when ready: killed", "deaths": 0})
     server.wait_line("ready")
-    began = time.monotonic()
     assert server.end()[0] == 1
-    assert time.monotonic() - began < 1
 
 
 def test_a_frontend_that_does_not_end_is_given_its_second_and_no_more(start: type[Server]) -> None:
@@ -321,7 +319,7 @@ def test_a_second_signal_ends_at_once(start: type[Server], second: signal.Signal
     server.process.send_signal(second)
     status, _ = server.end()
     assert status == 128 + second
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10, "the frontend would have taken a minute"
 
 
 def test_two_signals_in_one_breath_are_one(start: type[Server]) -> None:
