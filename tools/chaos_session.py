@@ -176,14 +176,15 @@ class Session:
             strike = Strike(kill, [death])
             phase.strikes.append(strike)
             deadline_s = time.monotonic() + BURIAL_S
-            while (left := living(children)) and time.monotonic() < deadline_s:
+            # A process that was just being started is none of them, and ends when it has booted.
+            while (left := living(children) or not is_free(server.url)) and time.monotonic() < deadline_s:
                 await asyncio.sleep(LOOK_S)
             load.stop()
-            if not left and is_free(server.url):
+            if not left:
                 strike.recovered_ns = time.perf_counter_ns()
             else:
-                phase.notes.append(f"{len(left)} processes are left, or the port is not free")
-                phase.leaks.processes = len(left)
+                phase.leaks.processes = len(living(children))
+                phase.notes.append(f"{phase.leaks.processes} processes are left, or the port is not free")
                 load.abandon()
         except BaseException:  # whoever ends this run waits for no answer
             load.abandon()
