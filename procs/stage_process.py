@@ -22,6 +22,8 @@ from procs.child_specs import ChildSpec, command
 from procs.server_memory import ServerMemory
 from shm.child import WORD_BYTES
 
+LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
+
 
 class Said(NamedTuple):
     """One line of the ready pipe."""

@@ -28,7 +28,7 @@ from procs.report import Report
 from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, Pulse, is_sound, look_at
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
-from procs.stage_process import StageProcess
+from procs.stage_process import LAST_WORDS_SECONDS, StageProcess
 from procs.standbys import Standbys
 from shm.config import ServerConfig
 from shm.control import DRAINING, READY, STARTING
@@ -36,7 +36,6 @@ from shm.faults import fault
 from shm.trace import What
 
 TELL_CLIENTS_SECONDS = 1.0  # after a death, for the frontend to send its error events and end
-LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
 SAME_BREATH_SECONDS = 0.1  # `timeout` and others signal a process and its group: one wish, two signals
 LOOK_AGAIN_SECONDS = 0.02  # between two looks at the open rows
 
