@@ -27,6 +27,7 @@ from tools.chaos_processes import SUPERVISOR
 from tools.chaos_report import Phase, document_of, faults_text, phase_text, rows_of, step_ms, table_text
 from tools.chaos_requests import KINDS
 from tools.chaos_session import Session
+from tools.hogs import hogs
 
 PROMPT_CHARS_MAX = 4000
 SWITCH_S = 0.0005  # the threads that watch the dying read a clock: they may not wait long for the load's thread
@@ -51,6 +52,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--start", default="", metavar="ARGS", help="options of `stepahead serve`")
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="different ones; by default 2 a stream")
     parser.add_argument("--tokens", type=int, default=48, metavar="N", help="of an answer, at most")
+    parser.add_argument(
+        "--hogs", type=int, default=0, metavar="N", help="processes that compute beside it all the time"
+    )
     parser.add_argument(
         "--apart", type=_seconds, default=(0.1, 0.5), metavar="MIN,MAX", help="seconds from recovery to the next kill"
     )
@@ -86,7 +90,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     phases: list[Phase] = []
     try:
         progress = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2)
-        with progress:
+        with hogs(options.hogs), progress:
             step = uvloop.run(run(options, progress, phases))
     except (BenchError, KillError) as error:
         print(f"chaos: {error}", file=sys.stderr)
@@ -99,7 +103,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if told := faults_text(phases):
         print(told)
     if options.json:
-        names = ("seed", "kills", "streams", "stage", "signal", "model", "start", "tokens", "plant")
+        names = ("seed", "kills", "streams", "stage", "signal", "model", "start", "tokens", "hogs", "plant")
         about = {name: getattr(options, name) for name in names}
         options.json.write_bytes(orjson.dumps(document_of(phases, step, about), option=orjson.OPT_INDENT_2) + b"\n")
     if options.picture:

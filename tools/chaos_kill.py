@@ -12,7 +12,7 @@ import select
 import signal
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from tools.chaos_exit import exit_now
 from tools.chaos_processes import STAGES, SUPERVISOR, stages_below, stat_of
@@ -23,6 +23,8 @@ HOWS = (*SIGNALS, EXIT)
 TOGETHER = "+"  # between stages that are killed together, or one while the other comes back
 APART_S = 0.5  # at most, between two that are killed together; half of them in the same breath
 KILLS_A_PHASE = 100  # of all cells in turn: many are better than few for what repeats, few for what is left behind
+# A stage that dies so often in a row, having served for less than so long each time, is given that long once.
+IN_A_ROW_MAX, STABLE_S = 5, 1.2
 LOOK_S = 0.001  # between two looks at a process that is about to be collected
 
 
@@ -67,18 +69,41 @@ def cells_of(stages: str, hows: str) -> list[Cell]:
 def plan(seed: int, cells: Sequence[Cell], kills: int, wait_s: tuple[float, float]) -> Iterator[list[Kill]]:
     """The kills of each phase, in all `kills` of each cell; their order and all instants are the seed's choice.
 
-    wait_s: the least and the most from recovery to kill. A server whose supervisor dies has one kill only.
+    wait_s: the least and the most from recovery to kill, longer where a stage has died often in a row. A server whose
+    supervisor dies has one kill only.
     """
     rng = random.Random(seed)
     mixed = [cell for cell in cells if SUPERVISOR not in cell.stages]
     each = max(1, KILLS_A_PHASE // max(1, len(mixed)))
+    rows = _Rows()
     for done in range(0, kills if mixed else 0, each):
         some = mixed * min(each, kills - done)
         rng.shuffle(some)
-        yield [_kill(rng, cell, wait_s) for cell in some]
+        yield [rows.spaced(_kill(rng, cell, wait_s)) for cell in some]
     for cell in cells:
         if cell not in mixed:
             yield from ([_kill(rng, cell, wait_s)] for _ in range(kills))
+
+
+class _Rows:
+    """How often each stage has died in a row. A server gives up on too many of them, which is no fault of its own."""
+
+    def __init__(self) -> None:
+        self._now = 0
+        self._deaths: dict[str, tuple[int, int]] = {}  # by stage: how many in a row, and in which kill the last
+
+    def spaced(self, kill: Kill) -> Kill:
+        """The kill, late enough for its stages to have served for a while if they have died often."""
+        self._now += 1
+        before = {stage: self._in_a_row(stage) for stage in kill.cell.stages}
+        late = any(count + kill.cell.stages.count(stage) > IN_A_ROW_MAX for stage, count in before.items())
+        for stage, count in before.items():
+            self._deaths[stage] = ((0 if late else count) + kill.cell.stages.count(stage), self._now)
+        return replace(kill, wait_s=kill.wait_s + STABLE_S) if late else kill
+
+    def _in_a_row(self, stage: str) -> int:
+        count, at = self._deaths.get(stage, (0, 0))
+        return count if self._now - at <= 2 else 0  # two other kills take the second that ends a row
 
 
 def _kill(rng: random.Random, cell: Cell, wait_s: tuple[float, float]) -> Kill:

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import pytest
 
 from tools.chaos_exit import exit_now
-from tools.chaos_kill import Cell, Death, Kill, KillError, Strike, Victim, cells_of, plan
+from tools.chaos_kill import IN_A_ROW_MAX, STABLE_S, Cell, Death, Kill, KillError, Strike, Victim, cells_of, plan
 from tools.chaos_processes import STAGES, stat_of
 
 ON_X86 = pytest.mark.skipif(platform.machine() != "x86_64", reason="writes registers of x86-64")
@@ -67,11 +67,26 @@ def test_the_plan_is_the_seeds() -> None:
         assert [kill.cell for kill in kills] != sorted((kill.cell for kill in kills), key=cells.index), "in any order"
         assert {[kill.cell for kill in kills].count(cell) for cell in cells} == {len(kills) // 4}
     kills = [kill for phase in phases for kill in phase]
-    assert all(0.5 <= kill.wait_s <= 1.5 for kill in kills)
+    assert all(0.5 <= kill.wait_s <= 1.5 + STABLE_S for kill in kills)
     assert len({kill.wait_s for kill in kills}) == len(kills), "another instant each time"
     apart = [kill.apart_s for kill in kills if kill.cell.target == "gpu+tokenizer"]
     assert {len(one) for one in apart} == {2} and all(one[0] == 0 for one in apart)
     assert {one[1] == 0 for one in apart} == {True, False}, "both at once, and one after the other"
+
+
+@pytest.mark.parametrize("stages", ["gpu", "gpu+gpu", "gpu+scheduler,scheduler", "gpu,scheduler,detokenizer,tokenizer"])
+def test_no_stage_dies_too_often_in_a_row(stages: str) -> None:
+    kills = [kill for phase in plan(3, cells_of(stages, "KILL"), 200, (0.1, 0.5)) for kill in phase]
+    for stage in STAGES:
+        in_a_row = last = 0
+        for number, kill in enumerate(kills):
+            if kill.wait_s > STABLE_S or number - last > 2:
+                in_a_row = 0
+            if stage in kill.cell.stages:
+                in_a_row, last = in_a_row + kill.cell.stages.count(stage), number
+            assert in_a_row <= IN_A_ROW_MAX
+    late = sum(kill.wait_s > STABLE_S for kill in kills)
+    assert 0 < late < len(kills) / 2 + 1
 
 
 def test_a_server_whose_supervisor_dies_has_one_kill() -> None:
