@@ -19,6 +19,7 @@ from gpu.device.protocol import Device, Observer
 from gpu.kernels.step_kernels import Array
 from gpu.models.weights import LateWeights, open_weights
 from gpu.step import StepProgram
+from shm.clocked_file import ClockedFile
 from shm.config import ModelInfo, ServerConfig
 from shm.drafter_file import DFLASH, DrafterFile
 from shm.records import ResultLayout, StepView
@@ -69,6 +70,9 @@ def open_backend(
         checks = _checks(config, partial(TorchGuard, cuda=True))
         weights = open_weights(config.model)
         device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
+    elif config.model.format == "clocked":
+        checks = _checks(config, LaunchGuard)
+        device, program = _open_clocked(config, ledger_tokens, checks)
     else:
         checks = _checks(config, LaunchGuard)
         device, program = _open_host(config, ledger_tokens, progress, checks, shared)
@@ -140,3 +144,23 @@ def _open_host(
     packed.complete()
     kernels = HostStepKernels.of(config)
     return device, StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)
+
+
+def _open_clocked(config: ServerConfig, ledger_tokens: Array, checks: Checks) -> tuple[Device, StepProgram]:
+    from gpu.device.host import HostDevice
+    from gpu.drafters.clocked import ClockedDrafter
+    from gpu.drafters.drafter import Drafter
+    from gpu.drafters.ngram import NgramDrafter
+    from gpu.kernels.host_step import HostStepKernels
+    from gpu.kernels.ngram import HostNgramKernels
+    from gpu.models.clocked import ClockedModel, clocked_sample
+
+    model = ClockedModel(config, ClockedFile.read(Path(config.model.path)))
+    device = HostDevice(checks.observer, checks.guard)
+    drafter: Drafter | None = None
+    if config.speculate == "ngram":
+        drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
+    elif config.speculate == "clocked":
+        drafter = ClockedDrafter(device, model)
+    kernels = HostStepKernels.of(config)
+    return device, StepProgram(device, config, model, kernels, clocked_sample, ledger_tokens, drafter=drafter)

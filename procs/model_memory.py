@@ -49,6 +49,8 @@ def packed_bytes(config: ServerConfig) -> int:
 
     Raises ModelError for a trained drafter whose file is not one any more.
     """
+    if config.model.format == "clocked":
+        return 0
     shapes = list(llama_tensors(config.model).values())
     if config.drafter is not None:
         shapes += llama_tensors(config.drafter).values()
@@ -70,9 +72,9 @@ def _packed(shape: tuple[int, ...], weight_bytes: int) -> int:
 def memory_needed(config: ServerConfig) -> MemoryNeed:
     """Estimate for a whole server. Raises ModelError for a trained drafter whose file is not one any more."""
     info = config.model
-    sizes = {name: math.prod(shape) for name, shape in llama_tensors(info).items()}
+    sizes = [] if info.format == "clocked" else [math.prod(shape) for shape in llama_tensors(info).values()]
     # While loading, one tensor lives twice more: as float32, and half converted.
-    weights, kv_cache = 2 * 4 * max(sizes.values()), 0
+    weights, kv_cache = 2 * 4 * max(sizes, default=0), 0
     if config.device == "host":
         weights += packed_bytes(config)
         kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
