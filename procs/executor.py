@@ -26,7 +26,7 @@ from shm import child
 from shm.config import ServerConfig
 from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
 from shm.faults import fault, wrong
-from shm.records import RESULT_DROPPED, ResultLayout, StepLayout, StepView
+from shm.records import RESULT_DROPPED, ResultLayout, ResultView, StepLayout, StepView
 from shm.ring import RingConsumer, RingProducer
 from shm.stats import StatsWriter
 from shm.tensor_map import ModelError
@@ -80,24 +80,25 @@ class Results:
         self._steps.release()  # last: the scheduler may fill it again from here on
         fault("gpu.step_released")
         view = slot.view
-        self._count(view.begin_ns, view.end_ns, pushed_ns, queued_ns, decode_rows)
+        self._count(view, pushed_ns, queued_ns, decode_rows)
         self._trace.span(What.STEP, view.step, view.begin_ns, view.end_ns)
         self._trace.span(What.RESULT, view.step, begin_ns, time.monotonic_ns())
 
-    def _count(self, begin_ns: int, end_ns: int, pushed_ns: int, queued_ns: int, decode_rows: int) -> None:
+    def _count(self, view: ResultView, pushed_ns: int, queued_ns: int, decode_rows: int) -> None:
         """Busy and idle time. Idle counts where there was something to do: the step was queued, or a row was running.
 
         Starved: a row was running, and its next step was pushed only after the one before had ended. Starved time is
         all of the idle time until the step was queued on the device; what is left of a gap is the device's own.
         queued_ns: 0 if it began before all of it was queued.
         """
-        stats = self._stats
+        stats, begin_ns, end_ns = self._stats, view.begin_ns, view.end_ns
         stats.add("steps_total")
         stats.add("device_busy_ns_total", end_ns - begin_ns)
         stats.observe("step_s", (end_ns - begin_ns) / 1e9)
         late = pushed_ns > self._last_end_ns
         if self._last_end_ns and (decode_rows or not late):
             gap_ns = max(0, begin_ns - self._last_end_ns)
+            self._trace.span(What.GAP, view.step, self._last_end_ns, self._last_end_ns + gap_ns)
             stats.add("gaps_total")
             stats.add("device_idle_ns_total", gap_ns)
             stats.observe("step_gap_s", gap_ns / 1e9)

@@ -1,8 +1,10 @@
 """Folders of clocked models: a model that computes next to nothing and whose passes take the time that its file says.
 
 Owns the format: config.json with `model_type` "clocked" and the fields of `ClockedFile`, beside a tokenizer. The gpu
-process reads the times from it, everybody else what is needed of any model. What such a model answers is in
-`tools.clocked_model` (plain) and in `gpu.models.clocked` (native); nothing of that is here.
+process reads the times from it, everybody else what is needed of any model. A folder may have a clock beside it, a file
+of one int64 that is mapped: while it is above 0, a pass takes so many nanoseconds whatever its rows. Who measures
+writes it, the gpu process reads it before each pass, so that one server can be asked for many times. What such a model
+answers is in `tools.clocked_model` (plain) and in `gpu.models.clocked` (native); nothing of that is here.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import numpy as np
 from numpy.typing import NDArray
@@ -21,6 +23,7 @@ from shm.safetensors_file import read_json
 from shm.tensor_map import ModelError
 
 MODEL_TYPE = "clocked"
+CLOCK_FILE = "pass_ns"
 VOCAB = 256  # a token is a byte
 PASS_US_MAX = 60e6
 _STATE_BYTES = 8  # what the cache holds of a token; ModelInfo says it in the terms of a Llama
@@ -96,6 +99,14 @@ class ClockedFile:
             eos_token_ids=(),
             bos_token_id=None,
         )
+
+
+def open_clock(folder: Path, mode: Literal["r", "w+"] = "r") -> NDArray[np.int64] | None:
+    """i64[1], mapped, of the folder's clock; None if it has none. w+ makes it, with 0 in it."""
+    path = folder / CLOCK_FILE
+    if mode == "r" and (not path.is_file() or path.stat().st_size != 8):
+        return None
+    return np.memmap(path, np.int64, mode, shape=(1,))
 
 
 def is_clocked(config: Mapping[str, Any]) -> bool:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import numpy as np
 import orjson
 
 from shm.clocked_file import VOCAB, ClockedFile, Times
@@ -55,13 +56,11 @@ def between(times: Times, rows: int) -> float:
     return low_us + (high_us - low_us) * (rows - low) / (high - low)
 
 
-# Steps at 1 request are the article's (its sections 1, 2 and 3), and so is that of GLM-5.3 at 64. The others follow from
-# its throughput: 6,949 tokens/s at 32 are a token for each request every 4.6 ms, prompts included, and 4,437 at 64, of
-# 2.8 tokens a step, a step every 40 ms. Beyond the last one the line goes on.
+# Steps at 1 request are the article's (its sections 1, 2 and 3), and so is that of GLM-5.3 at 64. The others follow
+# from its throughput: 6,949 tokens/s at 32 are a token for each request every 4.6 ms, prompts included, and 4,437 at
+# 64, of 2.8 tokens a step, a step every 40 ms. Beyond the last one the line goes on.
 PRESETS = {
-    "qwen3-8b": Preset(
-        "Qwen3-8B", ClockedFile({1: 3400.0, 32: 4400.0}, prompt_token_us=PROMPT_TOKEN_US)
-    ),
+    "qwen3-8b": Preset("Qwen3-8B", ClockedFile({1: 3400.0, 32: 4400.0}, prompt_token_us=PROMPT_TOKEN_US)),
     "glm-5.3": Preset("GLM-5.3", ClockedFile({1: 6100.0, 64: 21000.0}, prompt_token_us=PROMPT_TOKEN_US)),
     # 8.2 ms a step, 7.4 ms of it in the verify pass; 2.8 tokens = 1 + p + p^2 + p^3.
     "glm-5.3-mtp": Preset(
@@ -131,6 +130,23 @@ def answer(prompt: Sequence[int], count: int, seed: int = 0) -> list[int]:
         made.append(FIRST_TOKEN + (word >> 20) % TOKENS)
         word = next_word(word, made[-1], position)
     return made
+
+
+def answers(prompts: Sequence[Sequence[int]], count: int, seed: int = 0) -> list[list[int]]:
+    """As `answer`, for prompts of one length all at once."""
+    tokens = np.array(prompts, np.uint64).T
+    words, made = np.full(tokens.shape[1], seed, np.uint64), np.empty((count, tokens.shape[1]), np.uint64)
+    for position in range(len(tokens) + count - 1):
+        behind = position - len(tokens)
+        token = tokens[position] if behind < 0 else made[behind]
+        z = words + token * np.uint64(STEP) + np.uint64(position + 1)
+        z = (z ^ z >> np.uint64(30)) * np.uint64(MIX_1)
+        z = (z ^ z >> np.uint64(27)) * np.uint64(MIX_2)
+        words = z ^ z >> np.uint64(31)
+        if behind >= -1:
+            made[behind + 1] = np.uint64(FIRST_TOKEN) + (words >> np.uint64(20)) % np.uint64(TOKENS)
+    found: list[list[int]] = made.T.tolist()
+    return found
 
 
 def main(argv: Sequence[str] | None = None) -> int:

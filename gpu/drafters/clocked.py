@@ -1,4 +1,4 @@
-"""The clocked drafter: passes that take the time that they are told, and drafts that are right as often as they are told.
+"""The clocked drafter: passes that take the time that they are told, and drafts that are right as often as told.
 
 Owns no state: it reads what the clocked model's cache holds of a row, knows from that what the model will choose, and
 is wrong on purpose. A step has the passes of an MTP drafter: as many as there are drafts but one, since the first draft

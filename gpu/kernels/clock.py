@@ -36,7 +36,7 @@ def _sleep(b: ir.IRBuilder, timespec: ir.Value) -> ir.Value:
 
 @emitted(types.int32)
 def _exact_timers(b: ir.IRBuilder) -> ir.Value:
-    """Have this thread woken when it asked for it; by default the kernel may take 50 us more to wake several at once."""
+    """Have this thread woken when it asked for it; the kernel may take 50 us more by default."""
     return external(b, "prctl", I32, [const(PR_SET_TIMERSLACK, I32), const(1), const(0), const(0), const(0)])
 
 

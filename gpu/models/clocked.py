@@ -1,4 +1,4 @@
-"""The clocked model: its passes take the time that they are told, use no core meanwhile, and answer what can be checked.
+"""The clocked model: passes that take the time that they are told and no core meanwhile, and answers to be checked.
 
 Owns its cache, one word for each token. The word at a position is a hash of the word before it, of the token and of the
 position, so whatever goes wrong on the way (a token, a length, a page, an order) makes every later token another one;
@@ -9,6 +9,7 @@ the first column of its logits, and temperature, seed and filters change nothing
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -18,7 +19,7 @@ from gpu.device.protocol import DeviceError
 from gpu.kernels.clock import TIMESPEC_BYTES, now_ns, wait_until
 from gpu.kernels.native import host_kernel, kernel
 from gpu.kernels.step_kernels import Extents
-from shm.clocked_file import ClockedFile, times_ns
+from shm.clocked_file import ClockedFile, open_clock, times_ns
 from shm.config import ServerConfig
 
 Words = NDArray[np.uint64]
@@ -127,6 +128,7 @@ class ClockedModel:
         self._token_ns = round(file.prompt_token_us * 1000)
         self.draft_ns: list[int] = times_ns(file.draft_us, rows).tolist()
         self.extend_ns: list[int] = times_ns(file.extend_us, rows).tolist()
+        self._clock = open_clock(Path(config.model.path))
         self._words = np.zeros(config.pass_tokens, np.uint64)
         self._timespecs = np.zeros(2 * TIMESPEC_BYTES // 8, np.int64)
         self.work = self._timespecs.ctypes.data  # for whoever runs on the forward stream
@@ -145,6 +147,8 @@ class ClockedModel:
         range."""
         prompt = len(tokens) - len(logit_rows)
         took_ns = self._pass_ns[len(page_rows)] + self._token_ns * prompt
+        if self._clock is not None and (told_ns := int(self._clock[0])) > 0:
+            took_ns = told_ns
         arrays = (tokens, positions, seqs, page_rows, logit_rows, logits, self.k_cache, self._words)
         if run_pass(*arrays, self.seed, took_ns, self.work):
             raise DeviceError("the clocked model was given a position or a page that is out of range")

@@ -1,4 +1,4 @@
-"""The clocked model through the real step program: its answers, its drafts and its time, and what its folder may say."""
+"""The clocked model through the real step program: its answers, its drafts, its time, and what its folder may say."""
 
 import time
 from pathlib import Path

@@ -1,0 +1,142 @@
+"""Looks into a running server while a load runs: the spans of its trace, its counters, its stages' processor time.
+
+Owns the reading, from beside the server: through the descriptors of its supervisor in /proc, so that nothing of the
+server works for it. It changes nothing. The trace keeps the newest spans alone, so a thread copies them several times a
+second; what was overwritten before it came is counted as missed.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from shm.segment import Segment
+from shm.stats import Histogram, Stats
+from shm.trace import Trace
+from tools.chaos_processes import PROC, stages_below
+from tools.step_figures import Spans
+
+LANES = (("scheduler", 0), ("gpu", 0), ("gpu", 1))
+LOOK_S = 0.05  # between two looks: the lane with most spans holds those of a thousand steps
+
+
+class WatchError(Exception):
+    """The server's memory cannot be read; the text says why."""
+
+
+@dataclass
+class Seen:
+    """What came of one run. cpu_ns and counters: by how much they grew, stage by stage."""
+
+    spans: Spans = field(default_factory=lambda: np.empty((0, 4), np.uint64))
+    missed: int = 0
+    cpu_ns: dict[str, int] = field(default_factory=dict)
+    counters: dict[str, dict[str, float]] = field(default_factory=dict)
+    running: list[tuple[int, int]] = field(default_factory=list)  # look by look: CLOCK_MONOTONIC ns, running requests
+
+    def full_ns(self, at_once: int) -> tuple[int, int]:
+        """From the first to the last look at which so many requests ran; (0, 0) if there was none."""
+        found = [at_ns for at_ns, running in self.running if running == at_once]
+        return (found[0], found[-1]) if found else (0, 0)
+
+    def counted(self, stage: str, name: str) -> float:
+        """How much a counter grew."""
+        return self.counters[stage][name]
+
+    def mean_s(self, stage: str, name: str) -> float | None:
+        """Mean of what a histogram observed, in seconds; None where it observed nothing."""
+        number = self.counters[stage][f"{name} count"]
+        return self.counters[stage][f"{name} sum"] / number if number else None
+
+
+class Watch:
+    """Of one server, by the process id of its supervisor. Raises WatchError if it has no such memory."""
+
+    def __init__(self, supervisor: int) -> None:
+        self._supervisor = supervisor
+        self._trace = Trace(self._segment("trace"))
+        self._stats = Stats(self._segment("stats"))
+
+    @contextmanager
+    def run(self) -> Iterator[Seen]:
+        """Look for as long as the block takes; what it yields is filled in when it ends."""
+        seen = Seen()
+        heads = {lane: self._trace.read_lane(*lane)[1] for lane in LANES}
+        parts: list[Spans] = []
+        ended = threading.Event()
+
+        def look() -> None:
+            seen.running.append((time.monotonic_ns(), int(self._stats.read_stage("scheduler")["running"])))  # type: ignore[arg-type]
+            for lane in LANES:
+                spans, head = self._trace.read_lane(*lane, heads[lane])
+                seen.missed += head - heads[lane] - len(spans)
+                heads[lane] = head
+                parts.append(spans)
+
+        def follow() -> None:
+            while not ended.wait(LOOK_S):
+                look()
+
+        before, cpu = self._numbers(), self._cpu_ns()
+        thread = threading.Thread(target=follow, name="watch", daemon=True)
+        thread.start()
+        try:
+            yield seen
+        finally:
+            ended.set()
+            thread.join()
+            look()
+            after = self._numbers()
+            seen.spans = np.concatenate(parts)
+            seen.cpu_ns = {stage: ns - cpu.get(stage, 0) for stage, ns in self._cpu_ns().items()}
+            seen.counters = {
+                stage: {name: value - before[stage][name] for name, value in block.items()}
+                for stage, block in after.items()
+            }
+
+    def _numbers(self) -> dict[str, dict[str, float]]:
+        return {stage: _flat(block) for stage, block in self._stats.read().items()}
+
+    def _cpu_ns(self) -> dict[str, int]:
+        """Processor time of each stage so far, all of its threads."""
+        return {stage: cpu_ns_of(pid) for stage, pid in stages_below(self._supervisor).items()}
+
+    def _segment(self, name: str) -> Segment:
+        folder = PROC / str(self._supervisor) / "fd"
+        try:
+            for entry in folder.iterdir():
+                if str(entry.readlink()).startswith(f"/memfd:stepahead-{name}"):
+                    return Segment.attach(os.open(entry, os.O_RDWR), entry.stat().st_size, name)
+        except OSError as error:
+            raise WatchError(f"the memory of process {self._supervisor} cannot be read: {error.strerror}") from error
+        raise WatchError(f"process {self._supervisor} has no segment {name}")
+
+
+def cpu_ns_of(pid: int) -> int:
+    """Processor time of a process that lives, all threads that it ever had; 0 for one that is gone."""
+    clock = ctypes.c_int()
+    if ctypes.CDLL(None).clock_getcpuclockid(pid, ctypes.byref(clock)):
+        return 0
+    try:
+        return time.clock_gettime_ns(clock.value)
+    except OSError:
+        return 0
+
+
+def _flat(block: Mapping[str, Any]) -> dict[str, float]:
+    """Counters and gauges as they are, histograms as their count and sum."""
+    flat: dict[str, float] = {}
+    for name, value in block.items():
+        if isinstance(value, Histogram):
+            flat |= {f"{name} count": value.count, f"{name} sum": value.sum}
+        else:
+            flat[name] = value
+    return flat
