@@ -159,7 +159,6 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=levels_of, default=[1, 64, 256], metavar="N,N,...")
     parser.add_argument("--output-tokens", type=int, default=128, metavar="N")
     parser.add_argument("--rounds", type=int, default=2, help="requests of each connection (at least 8 in all)")
-    parser.add_argument("--start", default="", metavar="ARGS", help="more options of `stepahead serve`")
     parser.add_argument("--seed", default="0", help="of the prompts")
     add_outputs(parser)
     return parser.parse_args(argv)

@@ -88,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             clock = open_clock(model, "w+")
             assert clock is not None
             bar = progress.add_task("starting", total=None)
-            with serving(model, arguments_of(max(options.concurrency))) as bench:
+            with serving(model, f"{arguments_of(max(options.concurrency))} {options.start}") as bench:
                 runs = Search(bench, clock, options)
                 for at_once in options.concurrency:
 

@@ -49,13 +49,13 @@ def asks_of(preset: Preset, at_once: int, seconds: float, seed: str) -> list[Ask
     return [Ask(prompt, tokens, ids) for prompt, ids in zip(drawn, wanted, strict=True)]
 
 
-def arguments_of(preset: Preset, overlap: bool, at_once: int) -> str:
-    """Options of `stepahead serve`: room for so many requests."""
+def arguments_of(preset: Preset, overlap: bool, at_once: int, more: str = "") -> str:
+    """Options of `stepahead serve`: room for so many requests, and `more`."""
     length = PROMPT_TOKENS + TOKENS_MAX + 2 * (preset.drafts + 1) + 16
     given = f"--max-running {at_once} --max-len {length} --kv-tokens {at_once * (length + 32)} --threads 1"
     if preset.drafts:
         given += f" --speculate clocked --draft-tokens {preset.drafts} --draft-when always"
-    return given if overlap else f"{given} --no-overlap"
+    return f"{given} {'' if overlap else '--no-overlap'} {more}"
 
 
 def measure(
@@ -69,7 +69,7 @@ def measure(
     drawn: dict[str, object] = {}
     with ExitStack() as stack:
         benches: dict[bool, Bench] = {
-            overlap: stack.enter_context(serving(model, arguments_of(preset, overlap, max(levels))))
+            overlap: stack.enter_context(serving(model, arguments_of(preset, overlap, max(levels), options.start)))
             for overlap in MODES
         }
         for bench in benches.values():  # discarded: the first request of each connection, kernels, caches
@@ -103,7 +103,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """What every instrument can write."""
+    """What every instrument takes and can write."""
+    parser.add_argument("--start", default="", metavar="ARGS", help="more options of `stepahead serve`")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures (- = stdout, without the table)")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw them")
 

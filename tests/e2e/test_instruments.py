@@ -1,0 +1,94 @@
+"""The instruments that show whether the device waits, against real servers of models whose time is known: what they
+write is whole, every answer is right, and with overlap most steps are queued before the one in front of them ends."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from tests.e2e.live_server import ROOT, descendants
+
+pytestmark = pytest.mark.model
+
+
+def command(*arguments: str) -> list[str]:
+    return [sys.executable, "-m", "frontend.cli", "bench", *arguments]
+
+
+def bench(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
+    """Run one; its document, and what it printed."""
+    before = set(descendants(os.getpid()))
+    files = ["--json", str(folder / "figures.json"), "--picture", str(folder / "picture.svg")]
+    done = subprocess.run(command(*arguments, *files), cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert set(descendants(os.getpid())) <= before, "it ends what it started"
+    ElementTree.parse(folder / "picture.svg")
+    return json.loads((folder / "figures.json").read_text()), done.stdout
+
+
+def test_overlap(tmp_path: Path) -> None:
+    small = ("--preset", "glm-5.3-mtp", "--concurrency", "1,4", "--seconds", "0.6", "--start=--check-order")
+    document, said = bench(tmp_path, "overlap", *small)
+    rows = document["rows"]
+    assert [(row["at_once"], row["overlap"]) for row in rows] == [(1, True), (1, False), (4, True), (4, False)]
+    for row in rows:
+        assert row["wrong"] == row["failed"] == row["missed"] == 0, row
+        assert row["steps"]["step_us"] >= row["passes_us"], "passes take their time"
+        assert row["cpu_us"]["scheduler"] > 0 and row["steps"]["prepare_us"] > 0
+        if row["overlap"]:
+            assert row["steps"]["starved_steps"] < 0.5, "most steps are queued before the last one ends"
+        else:
+            assert row["steps"]["starved_steps"] > 0.9, "no step is"
+    lengths = {(row["at_once"], row["accept_length"]) for row in rows}
+    assert len(lengths) == 2 and all(2.2 < length < 3.4 for _, length in lengths), "the same on and off"
+    assert len(document["typical_steps"]["glm-5.3-mtp"]["overlap"]["step"]) == 3
+    assert "article" in said
+
+
+def test_floor(tmp_path: Path) -> None:
+    span = ("--first-us", "4000", "--least-us", "3000", "--starved", "0.5", "--seconds", "0.3", "--start=--check-order")
+    document, said = bench(tmp_path, "floor", "--concurrency", "1,4", *span)
+    assert [floor["at_once"] for floor in document["floors"]] == [1, 4]
+    for floor in document["floors"]:
+        found = floor["found"]
+        assert found["pass_us"] == pytest.approx(3200) and found["starved"] <= 0.5, floor
+        assert found["step_us"] >= 3200 and found["steps"] > 20, "the clock was changed while the server ran"
+    assert "at most 50%" in said
+
+
+def test_engine(tmp_path: Path) -> None:
+    document, said = bench(
+        tmp_path, "engine", "--concurrency", "1,4", "--output-tokens", "12", "--rounds", "1", "--start=--check-order"
+    )
+    assert [(row["at_once"], row["streamed"]) for row in document["rows"]] == [
+        (at_once, streamed) for at_once in (1, 4) for streamed in (False, True)
+    ]
+    assert all(row["wrong"] == row["failed"] == 0 and row["tokens_per_s"] > 0 for row in document["rows"])
+    assert all(row["cpu_us"][stage] > 0 for row in document["rows"] for stage in ("scheduler", "gpu", "frontend"))
+    assert "streamed" in said
+
+
+@pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
+def test_whoever_is_interrupted_ends_its_servers(sent: signal.Signals) -> None:
+    before = set(descendants(os.getpid()))
+    process = subprocess.Popen(
+        command("overlap", "--preset", "qwen3-8b", "--concurrency", "2", "--seconds", "60"),
+        cwd=ROOT,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+    )
+    end_s = time.monotonic() + 60
+    while len(descendants(process.pid)) < 12 and time.monotonic() < end_s:
+        time.sleep(0.1)
+    process.send_signal(sent)
+    assert process.wait(60) == 130
+    assert set(descendants(os.getpid())) <= before
