@@ -161,6 +161,6 @@ def _open_clocked(config: ServerConfig, ledger_tokens: Array, checks: Checks) ->
     if config.speculate == "ngram":
         drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
     elif config.speculate == "clocked":
-        drafter = ClockedDrafter(device, model)
+        drafter = ClockedDrafter(device, config, model)
     kernels = HostStepKernels.of(config)
     return device, StepProgram(device, config, model, kernels, clocked_sample, ledger_tokens, drafter=drafter)

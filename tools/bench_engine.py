@@ -16,7 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tools.bench_figures import aligned
-from tools.bench_overlap import add_outputs, levels_of, put_out, shown_progress
+from tools.bench_overlap import about_of, add_outputs, levels_of, put_out, shown_progress
 from tools.bench_run import Ask, Bench, Load, prompts, serving
 from tools.bench_serve import BenchError, interrupt_on_sigterm
 from tools.bench_watch import Seen
@@ -181,8 +181,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # of the terminal, or SIGTERM: the server that was started has ended by now
         return 130
-    about = {"output_tokens": options.output_tokens, "rounds": options.rounds, "seed": options.seed}
-    put_out(options, {"about": about, "rows": [asdict(row) for row in rows]}, table_text(rows), lambda: picture(rows))
+    document: dict[str, object] = {"about": about_of(options), "rows": [asdict(row) for row in rows]}
+    put_out(options, document, table_text(rows), lambda: picture(rows))
     return 1 if any(row.wrong or row.failed for row in rows) else 0
 
 

@@ -19,8 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.clocked_file import VOCAB, open_clock
-from tools.bench_overlap import add_outputs, levels_of, put_out, shown_progress
-from tools.bench_run import Ask, Bench, prompts, serving
+from tools.bench_overlap import about_of, add_client, add_outputs, clocked_serving, levels_of, put_out, shown_progress
+from tools.bench_run import Ask, Bench, prompts
 from tools.bench_serve import BenchError, interrupt_on_sigterm
 from tools.clocked_model import answers, constant, write
 from tools.floor_figures import Floor, Probe, probe_of, search, table_text
@@ -28,6 +28,7 @@ from tools.floor_picture import picture
 
 PROMPT_TOKENS = 16
 TOKENS_MIN, TOKENS_MAX = 64, 6000  # of one answer
+LENGTH_MAX = PROMPT_TOKENS + TOKENS_MAX + 32
 LEVELS = [1, 32, 64, 256]
 FIRST_US, LEAST_US = 1600.0, 20.0
 START_S = 0.4  # in which requests only begin, beside the time that is measured
@@ -67,14 +68,9 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--least-us", type=float, default=LEAST_US, metavar="US", help="of the shortest step to try")
     parser.add_argument("--tries", type=int, default=2, help="runs that a step may take to prove itself")
     parser.add_argument("--seed", default="0", help="of the prompts")
+    add_client(parser)
     add_outputs(parser)
     return parser.parse_args(argv)
-
-
-def arguments_of(at_once: int) -> str:
-    """Options of `stepahead serve`: room for so many requests of the longest answer."""
-    length = PROMPT_TOKENS + TOKENS_MAX + 32
-    return f"--max-running {at_once} --max-len {length} --kv-tokens {at_once * (length + 32)} --threads 1"
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -88,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             clock = open_clock(model, "w+")
             assert clock is not None
             bar = progress.add_task("starting", total=None)
-            with serving(model, f"{arguments_of(max(options.concurrency))} {options.start}") as bench:
+            with clocked_serving(options, model, max(options.concurrency), LENGTH_MAX) as bench:
                 runs = Search(bench, clock, options)
                 for at_once in options.concurrency:
 
@@ -103,8 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # of the terminal, or SIGTERM: the server that was started has ended by now
         return 130
-    about = {"seconds": options.seconds, "starved": options.starved, "tries": options.tries, "seed": options.seed}
-    document: dict[str, object] = {"about": about, "floors": [asdict(floor) for floor in floors]}
+    document: dict[str, object] = {"about": about_of(options), "floors": [asdict(floor) for floor in floors]}
     put_out(options, document, table_text(floors, options.starved), lambda: picture(floors, options.starved))
     return 0
 

@@ -12,7 +12,7 @@ import argparse
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
 import orjson
@@ -20,6 +20,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from shm.clocked_file import VOCAB
+from tools.bench_rings import rings_serving
 from tools.bench_run import Ask, Bench, prompts, serving
 from tools.bench_serve import BenchError, interrupt_on_sigterm
 from tools.clocked_model import PRESETS, Preset, answers, write
@@ -29,6 +30,7 @@ from tools.step_figures import typical
 
 PROMPT_TOKENS = 32
 TOKENS_MIN, TOKENS_MAX = 16, 256  # of one answer
+LENGTH_MAX = PROMPT_TOKENS + TOKENS_MAX + 32
 MODES = (True, False)  # with overlap, without
 STEPS_DRAWN = 3
 
@@ -49,13 +51,16 @@ def asks_of(preset: Preset, at_once: int, seconds: float, seed: str) -> list[Ask
     return [Ask(prompt, tokens, ids) for prompt, ids in zip(drawn, wanted, strict=True)]
 
 
-def arguments_of(preset: Preset, overlap: bool, at_once: int, more: str = "") -> str:
-    """Options of `stepahead serve`: room for so many requests, and `more`."""
-    length = PROMPT_TOKENS + TOKENS_MAX + 2 * (preset.drafts + 1) + 16
+def clocked_serving(
+    options: argparse.Namespace, model: Path, at_once: int, length: int, drafts: int = 0, overlap: bool = True
+) -> AbstractContextManager[Bench]:
+    """A server of a clocked model, with room for so many requests of so many tokens, prompt and answer."""
+    if options.client == "rings":
+        return rings_serving(model, at_once, length, drafts, overlap)
     given = f"--max-running {at_once} --max-len {length} --kv-tokens {at_once * (length + 32)} --threads 1"
-    if preset.drafts:
-        given += f" --speculate clocked --draft-tokens {preset.drafts} --draft-when always"
-    return f"{given} {'' if overlap else '--no-overlap'} {more}"
+    if drafts:
+        given += f" --speculate clocked --draft-tokens {drafts} --draft-when always"
+    return serving(model, f"{given} {'' if overlap else '--no-overlap'} {options.start}")
 
 
 def measure(
@@ -69,7 +74,9 @@ def measure(
     drawn: dict[str, object] = {}
     with ExitStack() as stack:
         benches: dict[bool, Bench] = {
-            overlap: stack.enter_context(serving(model, arguments_of(preset, overlap, max(levels), options.start)))
+            overlap: stack.enter_context(
+                clocked_serving(options, model, max(levels), LENGTH_MAX, preset.drafts, overlap)
+            )
             for overlap in MODES
         }
         for bench in benches.values():  # discarded: the first request of each connection, kernels, caches
@@ -98,8 +105,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=4.0, help="of one run, about")
     parser.add_argument("--repeat", type=int, default=1, help="runs per setting; the medians are printed")
     parser.add_argument("--seed", default="0", help="of the prompts")
+    add_client(parser)
     add_outputs(parser)
     return parser.parse_args(argv)
+
+
+def add_client(parser: argparse.ArgumentParser) -> None:
+    """How a clocked model is asked."""
+    told = "http: the whole server; rings: the scheduler and the gpu process alone, through shared memory"
+    parser.add_argument("--client", choices=("http", "rings"), default="http", help=told)
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
@@ -120,6 +134,11 @@ def put_out(options: argparse.Namespace, document: dict[str, object], table: str
             options.json.write_bytes(text)
     if options.picture:
         options.picture.write_text(drawn())
+
+
+def about_of(options: argparse.Namespace) -> dict[str, object]:
+    """The options of a run, for its document."""
+    return {name: value for name, value in vars(options).items() if name not in ("json", "picture")}
 
 
 def shown_progress() -> Progress:
@@ -144,7 +163,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 1
     except KeyboardInterrupt:  # of the terminal, or SIGTERM: the servers that were started have ended by now
         return 130
-    document = document_of(rows, drawn, {"seconds": options.seconds, "repeat": options.repeat, "seed": options.seed})
+    document = document_of(rows, drawn, about_of(options))
     put_out(options, document, table_text(rows), lambda: picture(rows, drawn))
     return 1 if any(row.wrong or row.failed for row in rows) else 0
 

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import orjson
 
@@ -39,7 +39,7 @@ class Ask:
 @dataclass(frozen=True)
 class Load:
     """What clients saw: all answers, and from the first request to the last answer. wrong: answers with other tokens
-    than wanted; failed: requests that got none. ids: of each request's answer, in the order of the requests.
+    than wanted; failed: requests that got none; ids: of each request's answer, in the order of the requests.
     """
 
     requests: int
@@ -50,15 +50,25 @@ class Load:
     failed: int
     ids: tuple[tuple[int, ...], ...]
     error: str | None
+    ttft_ms: float | None = None  # mean, where the client could tell
 
     @property
     def tokens_per_s(self) -> float:
         return self.tokens / self.seconds if self.seconds else 0.0
 
 
+class Bench(Protocol):
+    """A server that runs, with whoever asks it."""
+
+    def run(
+        self, asks: Sequence[Ask], at_once: int, *, stream: bool = False, advance: Callable[[], None] = lambda: None
+    ) -> tuple[Load, Seen]:
+        """Ask everything, `at_once` at any time."""
+
+
 @dataclass(frozen=True)
-class Bench:
-    """A server that runs, and the look into it."""
+class HttpBench:
+    """See `Bench`: over HTTP, one thread with a connection for each request at a time."""
 
     server: Server
     watch: Watch
@@ -66,7 +76,7 @@ class Bench:
     def run(
         self, asks: Sequence[Ask], at_once: int, *, stream: bool = False, advance: Callable[[], None] = lambda: None
     ) -> tuple[Load, Seen]:
-        """Ask everything, `at_once` at any time."""
+        """See `Bench`."""
         with self.watch.run() as seen:
             load = asyncio.run(self._ask(asks, at_once, stream, advance))
         return load, seen
@@ -86,7 +96,7 @@ class Bench:
         seconds, cpu_s = time.perf_counter() - began, time.process_time() - cpu_began
         for lane in lanes:
             lane.close()
-        return _judged(asks, [answers[number] for number in range(len(asks))], seconds, cpu_s, stream)
+        return judged(asks, [read(answers[number], stream) for number in range(len(asks))], seconds, cpu_s)
 
 
 @contextmanager
@@ -97,7 +107,7 @@ def serving(model: Path, arguments: str) -> Iterator[Bench]:
         try:
             server = start(f"{model} {arguments}".strip(), None, said)
             assert server.process is not None
-            yield Bench(server, Watch(server.process.pid))
+            yield HttpBench(server, Watch.below(server.process.pid))
         except (BenchError, WatchError) as error:
             said.seek(0)
             words = said.read().decode(errors="replace").strip().splitlines()
@@ -126,25 +136,32 @@ def _body(model: str, ask: Ask, stream: bool) -> dict[str, Any]:
     }
 
 
-def _judged(asks: Sequence[Ask], answers: Sequence[Answer], seconds: float, cpu_s: float, stream: bool) -> Load:
-    read = [_read(answer, stream) for answer in answers]
-    right = [ask.wanted is None or list(ids) == ask.wanted for ask, (ids, _) in zip(asks, read, strict=True)]
-    short = [len(ids) != ask.count for ask, (ids, _) in zip(asks, read, strict=True)]
-    failed = [error is not None for _, error in read]
+def judged(
+    asks: Sequence[Ask],
+    said: Sequence[tuple[tuple[int, ...], str | None]],
+    seconds: float,
+    cpu_s: float,
+    ttft_ms: float | None = None,
+) -> Load:
+    """Compare what was answered with what was wanted. said: for each request token ids, and what went wrong."""
+    right = [ask.wanted is None or list(ids) == ask.wanted for ask, (ids, _) in zip(asks, said, strict=True)]
+    short = [len(ids) != ask.count for ask, (ids, _) in zip(asks, said, strict=True)]
+    failed = [error is not None for _, error in said]
     wrong = [not bad and (not fine or few) for bad, fine, few in zip(failed, right, short, strict=True)]
     return Load(
         requests=len(asks),
-        tokens=sum(len(ids) for ids, _ in read),
+        tokens=sum(len(ids) for ids, _ in said),
         seconds=seconds,
         client_cpu_s=cpu_s,
         wrong=sum(wrong),
         failed=sum(failed),
-        ids=tuple(ids for ids, _ in read),
-        error=next((error for _, error in read if error), None),
+        ids=tuple(ids for ids, _ in said),
+        error=next((error for _, error in said if error), None),
+        ttft_ms=ttft_ms,
     )
 
 
-def _read(answer: Answer, stream: bool) -> tuple[tuple[int, ...], str | None]:
+def read(answer: Answer, stream: bool) -> tuple[tuple[int, ...], str | None]:
     """The token ids of an answer, and what went wrong with it."""
     if answer.error or answer.status != 200:
         return (), answer.error or f"status {answer.status}: {answer.rest[:200].decode(errors='replace')}"

@@ -11,7 +11,7 @@ import ctypes
 import os
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
@@ -58,12 +58,17 @@ class Seen:
 
 
 class Watch:
-    """Of one server, by the process id of its supervisor. Raises WatchError if it has no such memory."""
+    """Of one server."""
 
-    def __init__(self, supervisor: int) -> None:
-        self._supervisor = supervisor
-        self._trace = Trace(self._segment("trace"))
-        self._stats = Stats(self._segment("stats"))
+    def __init__(self, trace: Trace, stats: Stats, pids: Callable[[], Mapping[str, int]]) -> None:
+        """pids: process ids of its stages, as they are now."""
+        self._trace, self._stats, self._pids = trace, stats, pids
+
+    @classmethod
+    def below(cls, supervisor: int) -> Watch:
+        """Of the server with that supervisor. Raises WatchError if it has no such memory."""
+        trace, stats = (_segment(supervisor, name) for name in ("trace", "stats"))
+        return cls(Trace(trace), Stats(stats), lambda: stages_below(supervisor))
 
     @contextmanager
     def run(self) -> Iterator[Seen]:
@@ -107,17 +112,19 @@ class Watch:
 
     def _cpu_ns(self) -> dict[str, int]:
         """Processor time of each stage so far, all of its threads."""
-        return {stage: cpu_ns_of(pid) for stage, pid in stages_below(self._supervisor).items()}
+        return {stage: cpu_ns_of(pid) for stage, pid in self._pids().items()}
 
-    def _segment(self, name: str) -> Segment:
-        folder = PROC / str(self._supervisor) / "fd"
-        try:
-            for entry in folder.iterdir():
-                if str(entry.readlink()).startswith(f"/memfd:stepahead-{name}"):
-                    return Segment.attach(os.open(entry, os.O_RDWR), entry.stat().st_size, name)
-        except OSError as error:
-            raise WatchError(f"the memory of process {self._supervisor} cannot be read: {error.strerror}") from error
-        raise WatchError(f"process {self._supervisor} has no segment {name}")
+
+def _segment(supervisor: int, name: str) -> Segment:
+    """A segment by the descriptor that its supervisor holds."""
+    folder = PROC / str(supervisor) / "fd"
+    try:
+        for entry in folder.iterdir():
+            if str(entry.readlink()).startswith(f"/memfd:stepahead-{name}"):
+                return Segment.attach(os.open(entry, os.O_RDWR), entry.stat().st_size, name)
+    except OSError as error:
+        raise WatchError(f"the memory of process {supervisor} cannot be read: {error.strerror}") from error
+    raise WatchError(f"process {supervisor} has no segment {name}")
 
 
 def cpu_ns_of(pid: int) -> int:

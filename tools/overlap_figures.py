@@ -50,6 +50,7 @@ def row_of(preset: str, at_once: int, overlap: bool, passes_us: float, load: Loa
         raise BenchError(f"{preset}, {at_once} at once: no steps were seen ({load.error})")
     number = max(1.0, seen.counted("gpu", "steps_total"))
     ttft_s = seen.mean_s("frontend", "ttft_s")
+    ttft_ms = load.ttft_ms if ttft_s is None else 1e3 * ttft_s
     return Row(
         preset=preset,
         at_once=at_once,
@@ -58,7 +59,7 @@ def row_of(preset: str, at_once: int, overlap: bool, passes_us: float, load: Loa
         steps=steps,
         cpu_us={stage: ns / number / 1e3 for stage, ns in sorted(seen.cpu_ns.items())},
         tokens_per_s=load.tokens_per_s,
-        ttft_ms=None if ttft_s is None else 1e3 * ttft_s,
+        ttft_ms=ttft_ms,
         accept_length=accept_length(seen),
         client_cpu_share=load.client_cpu_s / load.seconds if load.seconds else 0.0,
         requests=load.requests,

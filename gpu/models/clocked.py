@@ -64,7 +64,7 @@ def run_pass(
     tokens: Any, positions: Any, seqs: Any, page_rows: Any, logit_rows: Any, logits: Any, cache: Any, words: Any,
     seed: Any, pass_ns: Any, work: Any,
 ) -> int:  # fmt: skip
-    """Fill cache u64[pages, page_size] and logits[:, 0]; return `pass_ns` behind the call. words u64[T]: to work in.
+    """Fill cache u64[pages, page_size] and logits[:, 0]; return `pass_ns` behind the call. words u64[T]: of the tokens.
 
     work: address of two timespecs. Returns 0, or 1 for a number that is out of range.
     """
@@ -88,18 +88,18 @@ def run_pass(
 
 @host_kernel
 def run_draft(
-    tokens: Any, positions: Any, page_rows: Any, cache: Any, count: Any, window: Any, seed: Any, share: Any,
-    pass_ns: Any, work: Any,
-) -> None:  # fmt: skip
+    tokens: Any, positions: Any, entries: Any, kept: Any, count: Any, window: Any, share: Any, pass_ns: Any, work: Any
+) -> None:
     """Put drafts behind the newest token of `count` rows; return `pass_ns` behind the call.
 
-    Each is the token that the model will choose with the probability of share / SHARES, or else another one: which of
-    the two follows from the row's own word. What stands behind a wrong draft is as good as any other token.
+    kept u64[entries]: the word before that token. A draft is the token that the model will choose with the probability
+    of share / SHARES, or else another one: which of the two follows from the row's own word. What stands behind a wrong
+    draft is as good as any other token.
     """
     end_ns = now_ns(work) + pass_ns
     for i in range(count):
         first = i * window
-        state = word_before(cache, page_rows[i], positions[first], seed)
+        state = kept[entries[i]]
         for w in range(window - 1):
             state = next_word(state, tokens[first + w], positions[first] + w)
             token = token_behind(state)
@@ -129,7 +129,7 @@ class ClockedModel:
         self.draft_ns: list[int] = times_ns(file.draft_us, rows).tolist()
         self.extend_ns: list[int] = times_ns(file.extend_us, rows).tolist()
         self._clock = open_clock(Path(config.model.path))
-        self._words = np.zeros(config.pass_tokens, np.uint64)
+        self.words: Words = np.zeros(config.pass_tokens, np.uint64)  # behind a pass: of each of its tokens
         self._timespecs = np.zeros(2 * TIMESPEC_BYTES // 8, np.int64)
         self.work = self._timespecs.ctypes.data  # for whoever runs on the forward stream
 
@@ -149,7 +149,7 @@ class ClockedModel:
         took_ns = self._pass_ns[len(page_rows)] + self._token_ns * prompt
         if self._clock is not None and (told_ns := int(self._clock[0])) > 0:
             took_ns = told_ns
-        arrays = (tokens, positions, seqs, page_rows, logit_rows, logits, self.k_cache, self._words)
+        arrays = (tokens, positions, seqs, page_rows, logit_rows, logits, self.k_cache, self.words)
         if run_pass(*arrays, self.seed, took_ns, self.work):
             raise DeviceError("the clocked model was given a position or a page that is out of range")
 

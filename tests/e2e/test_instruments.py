@@ -65,6 +65,15 @@ def test_floor(tmp_path: Path) -> None:
     assert "at most 50%" in said
 
 
+def test_without_the_text_stages(tmp_path: Path) -> None:
+    small = ("--preset", "qwen3-8b", "--concurrency", "4", "--seconds", "0.6", "--client", "rings")
+    document, _ = bench(tmp_path, "overlap", *small)
+    on, off = document["rows"]
+    assert on["wrong"] == on["failed"] == off["wrong"] == off["failed"] == 0
+    assert on["steps"]["starved_steps"] < 0.5 and off["steps"]["starved_steps"] > 0.9
+    assert set(on["cpu_us"]) == {"scheduler", "gpu"} and on["ttft_ms"] > 0
+
+
 def test_engine(tmp_path: Path) -> None:
     document, said = bench(
         tmp_path, "engine", "--concurrency", "1,4", "--output-tokens", "12", "--rounds", "1", "--start=--check-order"

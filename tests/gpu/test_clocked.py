@@ -16,6 +16,7 @@ from shm.clocked_file import ClockedFile, times_ns
 from shm.config import ConfigError, ServerConfig
 from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout
 from shm.tensor_map import ModelError
+from tests.gpu.test_declarations import AuditDevice
 from tools.clocked_model import PRESETS, answer, between, constant, write
 
 PROMPT = [7, 200, 0, 31, 255]
@@ -90,6 +91,18 @@ def test_drafts_are_right_as_often_as_they_shall_be_and_change_no_answer(
     assert made == answer(PROMPT, len(made))
     assert set(gains) == windows
     rig.backend.device.close()
+
+
+def test_its_launches_touch_what_they_declare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("gpu.device.host.HostDevice", lambda observer, guard: AuditDevice(observer))
+    file = ClockedFile({1: 50.0}, draft_us={1: 20.0}, extend_us={1: 20.0}, accept=0.766)
+    rig = Rig(config_of(write(tmp_path, file), speculate="clocked", window=4))
+    made = rig.prefill() + rig.decode(drafts=3) + rig.decode() + rig.decode(drafts=3)
+    assert made == answer(PROMPT, len(made))
+    device = rig.backend.device
+    assert isinstance(device, AuditDevice)
+    assert {"model", "sample", "draft", "draft 2", "draft extend"} <= device.audited
+    device.close()
 
 
 def test_a_step_takes_its_passes_time_and_little_of_a_core(tmp_path: Path) -> None:

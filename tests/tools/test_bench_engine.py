@@ -9,7 +9,7 @@ import pytest
 from procs.model_files import load_tokenizer, read_model_info
 from tests.tools.test_overlap_figures import seen
 from tools.bench_engine import STAGES, Row, asks_of, learn, picture, row_of, table_text
-from tools.bench_run import Ask, Load, _judged
+from tools.bench_run import Ask, Load, judged, read
 from tools.clocked_model import answer, answers, main
 from tools.openai_stream import Answer
 from tools.random_llama import VOCAB, write_random_llama
@@ -70,13 +70,13 @@ def test_answers_are_read_and_judged() -> None:
         Answer(error="gone"),
         whole([]),
     ]
-    load = _judged([ask] * 6, given, 1.0, 0.0, False)
+    load = judged([ask] * 6, [read(one, False) for one in given], 1.0, 0.0)
     assert (load.requests, load.wrong, load.failed, load.tokens) == (6, 3, 2, 5)
     assert load.error == "status 503: busy"
-    load = _judged([ask, ask], [streamed([5], [], [6]), streamed([6], [5])], 2.0, 0.0, True)
+    load = judged([ask, ask], [read(streamed(*one), True) for one in ([[5], [], [6]], [[6], [5]])], 2.0, 0.0)
     assert (load.wrong, load.failed, load.tokens_per_s) == (1, 0, 2.0)
     broken = Answer(status=200, events=[b'data: {"error": {"message": "no"}}'], times_ns=[0])
-    assert _judged([ask], [broken], 1.0, 0.0, True).failed == 1
+    assert judged([ask], [read(broken, True)], 1.0, 0.0).failed == 1
 
 
 @pytest.mark.parametrize("length", [1, 2, 17])
