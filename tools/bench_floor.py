@@ -66,7 +66,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--starved", type=float, default=0.01, metavar="SHARE", help="of the time, at most")
     parser.add_argument("--first-us", type=float, default=FIRST_US, metavar="US", help="of the longest step to try")
     parser.add_argument("--least-us", type=float, default=LEAST_US, metavar="US", help="of the shortest step to try")
-    parser.add_argument("--tries", type=int, default=2, help="runs that a step may take to prove itself")
+    parser.add_argument("--tries", type=int, default=3, help="runs that a step may take to prove itself")
     parser.add_argument("--seed", default="0", help="of the prompts")
     add_client(parser)
     add_outputs(parser)

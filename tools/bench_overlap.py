@@ -54,8 +54,13 @@ def asks_of(preset: Preset, at_once: int, seconds: float, seed: str) -> list[Ask
 def clocked_serving(
     options: argparse.Namespace, model: Path, at_once: int, length: int, drafts: int = 0, overlap: bool = True
 ) -> AbstractContextManager[Bench]:
-    """A server of a clocked model, with room for so many requests of so many tokens, prompt and answer."""
+    """A server of a clocked model, with room for so many requests of so many tokens, prompt and answer.
+
+    Raises BenchError for options of a server that is not started.
+    """
     if options.client == "rings":
+        if options.start:
+            raise BenchError("--start is for --client http: without it no `stepahead serve` is started")
         return rings_serving(model, at_once, length, drafts, overlap)
     given = f"--max-running {at_once} --max-len {length} --kv-tokens {at_once * (length + 32)} --threads 1"
     if drafts:

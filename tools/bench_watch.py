@@ -7,6 +7,7 @@ second; what was overwritten before it came is counted as missed.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import os
 import threading
@@ -34,11 +35,15 @@ class WatchError(Exception):
 
 @dataclass
 class Seen:
-    """What came of one run. cpu_ns and counters: by how much they grew, stage by stage."""
+    """What came of one run. cpu_ns, core_wait_ns and counters: by how much they grew, stage by stage.
+
+    core_wait_ns: how long threads that could run waited for a core, which is what other load on the machine costs.
+    """
 
     spans: Spans = field(default_factory=lambda: np.empty((0, 4), np.uint64))
     missed: int = 0
     cpu_ns: dict[str, int] = field(default_factory=dict)
+    core_wait_ns: dict[str, int] = field(default_factory=dict)
     counters: dict[str, dict[str, float]] = field(default_factory=dict)
     running: list[tuple[int, int]] = field(default_factory=list)  # look by look: CLOCK_MONOTONIC ns, running requests
 
@@ -90,7 +95,7 @@ class Watch:
             while not ended.wait(LOOK_S):
                 look()
 
-        before, cpu = self._numbers(), self._cpu_ns()
+        before, times = self._numbers(), self._times()
         thread = threading.Thread(target=follow, name="watch", daemon=True)
         thread.start()
         try:
@@ -101,7 +106,9 @@ class Watch:
             look()
             after = self._numbers()
             seen.spans = np.concatenate(parts)
-            seen.cpu_ns = {stage: ns - cpu.get(stage, 0) for stage, ns in self._cpu_ns().items()}
+            for stage, (cpu_ns, wait_ns) in self._times().items():
+                cpu_before, wait_before = times.get(stage, (0, 0))
+                seen.cpu_ns[stage], seen.core_wait_ns[stage] = cpu_ns - cpu_before, wait_ns - wait_before
             seen.counters = {
                 stage: {name: value - before[stage][name] for name, value in block.items()}
                 for stage, block in after.items()
@@ -110,9 +117,9 @@ class Watch:
     def _numbers(self) -> dict[str, dict[str, float]]:
         return {stage: _flat(block) for stage, block in self._stats.read().items()}
 
-    def _cpu_ns(self) -> dict[str, int]:
-        """Processor time of each stage so far, all of its threads."""
-        return {stage: cpu_ns_of(pid) for stage, pid in self._pids().items()}
+    def _times(self) -> dict[str, tuple[int, int]]:
+        """Processor time of each stage so far, and time that it waited for a core, all of its threads."""
+        return {stage: (cpu_ns_of(pid), core_wait_ns_of(pid)) for stage, pid in self._pids().items()}
 
 
 def _segment(supervisor: int, name: str) -> Segment:
@@ -136,6 +143,15 @@ def cpu_ns_of(pid: int) -> int:
         return time.clock_gettime_ns(clock.value)
     except OSError:
         return 0
+
+
+def core_wait_ns_of(pid: int) -> int:
+    """How long the threads of a process have waited for a core, those that live."""
+    total = 0
+    for path in (PROC / str(pid) / "task").glob("*/schedstat"):
+        with contextlib.suppress(OSError, IndexError, ValueError):
+            total += int(path.read_text().split()[1])
+    return total
 
 
 def _flat(block: Mapping[str, Any]) -> dict[str, float]:

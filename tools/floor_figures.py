@@ -13,6 +13,7 @@ import numpy as np
 from shm.trace import What
 from tools.bench_figures import aligned
 from tools.bench_watch import Seen
+from tools.overlap_figures import core_wait_us
 from tools.step_figures import joined, starved_ns, within
 
 FACTOR = 0.8  # from one step time to the next shorter one
@@ -34,6 +35,8 @@ class Probe:
     idle: float
     scheduler_us: float  # wall time of planning, pushing and processing a step, median
     launch_us: float
+    core_wait_us: float  # a step, see `overlap_figures.core_wait_us`
+    missed: int  # spans that were overwritten before anybody saw them
 
 
 @dataclass(frozen=True)
@@ -52,7 +55,7 @@ def probe_of(at_once: int, pass_us: float, seen: Seen) -> Probe:
     _, begins, ends = joined(spans, What.STEP)
     _, gaps, starved = starved_ns(spans)
     if len(ends) < 2 or not len(gaps):
-        return Probe(at_once, pass_us, len(ends), 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0)
+        return Probe(at_once, pass_us, len(ends), 0.0, 0.0, 0.0, 0.0, 1.0, 1.0, 0.0, 0.0, 0.0, seen.missed)
     whole = max(1, int(ends[-1] - begins[0]))
     parts = {what: _median(spans, what) for what in (What.PLAN, What.PUSH, What.PROCESS, What.LAUNCH)}
     return Probe(
@@ -67,6 +70,8 @@ def probe_of(at_once: int, pass_us: float, seen: Seen) -> Probe:
         idle=float(gaps.sum()) / whole,
         scheduler_us=parts[What.PLAN] + parts[What.PUSH] + parts[What.PROCESS],
         launch_us=parts[What.LAUNCH],
+        core_wait_us=core_wait_us(seen),
+        missed=seen.missed,
     )
 
 
@@ -114,7 +119,7 @@ def search(measure: Callable[[float], Probe], span: tuple[float, float], starved
 
 HEADINGS = (
     *("at once", "passes", "step", "period", "gap p50", "p99", "starved", "idle", "scheduler", "launch"),
-    *("steps", "runs"),
+    *("core wait", "steps", "runs"),
 )
 
 
@@ -125,14 +130,22 @@ def table_text(floors: Sequence[Floor], starved_most: float) -> str:
         best = floor.found
         if best is None:
             last = floor.tried[-1]
-            told = [f"> {last.pass_us:.0f}", *("-",) * 4, f"{last.starved:.1%}", *("-",) * 4]
+            told = [
+                f"> {last.pass_us:.0f}",
+                *("-",) * 4,
+                f"{last.starved:.1%}",
+                *("-",) * 3,
+                f"{last.core_wait_us:.0f}",
+                "-",
+            ]
         else:
             us = (best.pass_us, best.step_us, best.period_us, best.gap_us_p50, best.gap_us_p99)
             told = [*(f"{one:.0f}" for one in us), f"{best.starved:.2%}", f"{best.idle:.1%}"]
-            told += [f"{best.scheduler_us:.0f}", f"{best.launch_us:.0f}", str(best.steps)]
+            told += [f"{best.scheduler_us:.0f}", f"{best.launch_us:.0f}", f"{best.core_wait_us:.0f}", str(best.steps)]
         lines.append((str(floor.at_once), *told, str(len(floor.tried))))
     legend = (
         f"us; the shortest passes with which the device is starved at most {starved_most:.0%} of the time\n"
-        "step: what the device took for them, its own launches included; scheduler, launch: wall time for a step"
+        "step: what the device took for them, its own launches included; scheduler, launch: wall time for a step\n"
+        "core wait: a step, that the two processes could have run but had no core: other work on the machine"
     )
     return "\n".join([*aligned(lines), legend])

@@ -25,6 +25,7 @@ from tools.step_figures import StepFigures, figures
 class Row:
     """One setting: a run, or the medians of several. passes_us: what the passes of a step are to take. cpu_us:
     processor time of a stage, all its threads, for each step; what the host device costs is part of the gpu process'.
+    core_wait_us: how long threads of the scheduler and of the gpu process waited for a core, for each step.
     """
 
     preset: str
@@ -33,6 +34,7 @@ class Row:
     passes_us: float
     steps: StepFigures
     cpu_us: dict[str, float]
+    core_wait_us: float
     tokens_per_s: float
     ttft_ms: float | None  # mean, from the complete request to the first token, as the frontend sees it
     accept_length: float | None
@@ -58,6 +60,7 @@ def row_of(preset: str, at_once: int, overlap: bool, passes_us: float, load: Loa
         passes_us=passes_us,
         steps=steps,
         cpu_us={stage: ns / number / 1e3 for stage, ns in sorted(seen.cpu_ns.items())},
+        core_wait_us=core_wait_us(seen),
         tokens_per_s=load.tokens_per_s,
         ttft_ms=ttft_ms,
         accept_length=accept_length(seen),
@@ -67,6 +70,12 @@ def row_of(preset: str, at_once: int, overlap: bool, passes_us: float, load: Loa
         failed=load.failed,
         missed=seen.missed,
     )
+
+
+def core_wait_us(seen: Seen) -> float:
+    """How long those who work for the step waited for a core, for each step: what others on the machine took."""
+    waited_ns = sum(seen.core_wait_ns.get(stage, 0) for stage in ("scheduler", "gpu"))
+    return waited_ns / max(1.0, seen.counted("gpu", "steps_total")) / 1e3
 
 
 def accept_length(seen: Seen) -> float | None:
@@ -80,7 +89,7 @@ def median_row(rows: Sequence[Row]) -> Row:
     """The medians of a setting's runs; what went wrong is summed."""
     first = rows[0]
     values: dict[str, Any] = {name: getattr(first, name) for name in ("preset", "at_once", "overlap", "passes_us")}
-    for name in ("tokens_per_s", "ttft_ms", "accept_length", "client_cpu_share"):
+    for name in ("tokens_per_s", "core_wait_us", "ttft_ms", "accept_length", "client_cpu_share"):
         told = [value for row in rows if (value := getattr(row, name)) is not None]
         values[name] = statistics.median(told) if told else None
     for name in ("requests", "wrong", "failed", "missed"):
@@ -109,11 +118,12 @@ def table_text(rows: Sequence[Row]) -> str:
 
 STEP_HEADINGS = (
     *("model", "at once", "overlap", "passes", "step", "period", "gap p50", "p99", "starved", "steps", "time"),
-    *("prepare", "launch", "process", "cpu sched", "cpu gpu"),
+    *("prepare", "launch", "process", "cpu sched", "cpu gpu", "core wait"),
 )
 STEP_LEGEND = """us, medians but for gap p99 and cpu; passes: what the device was told to take; period: step to step
 starved: mean a step, until the next one was queued; steps, time: share of either; what is left of a gap is the device's
-prepare, launch, process: wall time of the thread that does it; cpu: processor time of the whole process a step"""
+prepare, launch, process: wall time of the thread that does it; cpu: processor time of the whole process a step
+core wait: a step, that threads of these two processes could have run but had no core: other work on the machine"""
 
 
 def steps_table(rows: Sequence[Row]) -> str:
@@ -129,6 +139,7 @@ def steps_table(rows: Sequence[Row]) -> str:
                 *(f"{steps.starved_steps:.1%}", f"{steps.starved_time:.2%}"),
                 *(f"{us:.0f}" for us in (steps.prepare_us, steps.launch_us, steps.process_us)),
                 *(f"{row.cpu_us.get(stage, 0.0):.0f}" for stage in ("scheduler", "gpu")),
+                f"{row.core_wait_us:.0f}",
             )
         )
     return "\n".join([*aligned(lines), STEP_LEGEND])

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from xml.etree import ElementTree
 
+import numpy as np
 import pytest
 
 from tests.tools.test_step_figures import steps
@@ -12,6 +13,10 @@ from tools.floor_figures import FACTOR, Probe, probe_of, search, table_text
 from tools.floor_picture import picture
 
 
+def seen_of(spans: np.ndarray) -> Seen:
+    return Seen(spans, core_wait_ns={"gpu": 300_000}, counters={"gpu": {"steps_total": 300.0}})
+
+
 def device(floor_us: float, asked: list[float] | None = None) -> Callable[[float], Probe]:
     """Starved by what a step is shorter than `floor_us`."""
 
@@ -19,7 +24,7 @@ def device(floor_us: float, asked: list[float] | None = None) -> Callable[[float
         if asked is not None:
             asked.append(pass_us)
         starved = max(0.0, (floor_us - pass_us) / floor_us)
-        return Probe(8, pass_us, 1000, pass_us + 40, pass_us + 60, 20, 90, starved, starved + 0.01, 70, 60)
+        return Probe(8, pass_us, 1000, pass_us + 40, pass_us + 60, 20, 90, starved, starved + 0.01, 70, 60, 5, 0)
 
     return measure
 
@@ -60,21 +65,21 @@ def test_a_step_that_starved_by_chance_is_tried_again() -> None:
 
 
 def test_a_run_is_summed_up_over_the_time_in_which_all_requests_ran() -> None:
-    seen = Seen(steps(300, gap=100, queued_before=-50))
+    seen = seen_of(steps(300, gap=100, queued_before=-50))
     seen.running = [(0, 1), (20_000_000, 8), (200_000_000, 8), (400_000_000, 3)]
     probe = probe_of(8, 1000.0, seen)
     assert 160 <= probe.steps <= 165 and probe.step_us == 1000 and probe.gap_us_p50 == 100
     assert probe.starved == pytest.approx(50 / 1100, rel=0.05) and probe.idle == pytest.approx(100 / 1100, rel=0.05)
-    assert probe.scheduler_us == 80 and probe.launch_us == 20
+    assert (probe.scheduler_us, probe.launch_us, probe.core_wait_us) == (80, 20, 1)
 
 
 def test_a_run_in_which_they_never_all_ran_counts_as_starved() -> None:
-    assert probe_of(8, 1000.0, Seen(steps(300, gap=100, queued_before=50))).starved == 1.0
+    assert probe_of(8, 1000.0, seen_of(steps(300, gap=100, queued_before=50))).starved == 1.0
 
 
 def test_table_and_picture_show_every_setting() -> None:
     floors = [search(device(us), (1600.0, 20.0), 0.01) for us in (80.0, 5000.0)]
-    assert len(table_text(floors, 0.01).splitlines()) == 5
+    assert len(table_text(floors, 0.01).splitlines()) == 6
     root = ElementTree.fromstring(picture(floors, 0.01))
     kinds = [element.get("class") for element in root.iter()]
     assert kinds.count("floor") >= 1 and kinds.count("run") + kinds.count("floor") == sum(len(f.tried) for f in floors)

@@ -30,7 +30,7 @@ def seen(gap: int = 20, windows: tuple[int, ...] = ()) -> Seen:
         "scheduler": runs,
     }
     spans = steps(300, gap=gap, queued_before=100 if gap < 100 else -gap)
-    return Seen(spans, 0, {"scheduler": 300 * 50_000, "gpu": 300 * 90_000}, counters)
+    return Seen(spans, 0, {"scheduler": 300 * 50_000, "gpu": 300 * 90_000}, {"gpu": 300 * 3_000}, counters)
 
 
 def rows_of(preset: str = "qwen3-8b", at_once: int = 1) -> list[Row]:
@@ -41,7 +41,7 @@ def rows_of(preset: str = "qwen3-8b", at_once: int = 1) -> list[Row]:
 
 def test_a_row_says_what_was_seen() -> None:
     on, off = rows_of()
-    assert (on.cpu_us["scheduler"], on.cpu_us["gpu"], on.ttft_ms) == (50, 90, pytest.approx(10))
+    assert (on.cpu_us["scheduler"], on.cpu_us["gpu"], on.core_wait_us, on.ttft_ms) == (50, 90, 3, pytest.approx(10))
     assert (on.steps.starved_steps, off.steps.starved_steps) == (0, 1)
     assert pairs_of([on, off]) == [(on, off)] and gain_of(on, off) == pytest.approx(0.125)
     assert on.accept_length is None
