@@ -124,13 +124,14 @@ class Watch:
 
 def _segment(supervisor: int, name: str) -> Segment:
     """A segment by the descriptor that its supervisor holds."""
-    folder = PROC / str(supervisor) / "fd"
     try:
-        for entry in folder.iterdir():
-            if str(entry.readlink()).startswith(f"/memfd:stepahead-{name}"):
-                return Segment.attach(os.open(entry, os.O_RDWR), entry.stat().st_size, name)
+        entries = list((PROC / str(supervisor) / "fd").iterdir())
     except OSError as error:
         raise WatchError(f"the memory of process {supervisor} cannot be read: {error.strerror}") from error
+    for entry in entries:
+        with contextlib.suppress(OSError):  # closed meanwhile
+            if str(entry.readlink()).startswith(f"/memfd:stepahead-{name}"):
+                return Segment.attach(os.open(entry, os.O_RDWR), entry.stat().st_size, name)
     raise WatchError(f"process {supervisor} has no segment {name}")
 
 

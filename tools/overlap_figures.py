@@ -120,7 +120,7 @@ STEP_HEADINGS = (
     *("model", "at once", "overlap", "passes", "step", "period", "gap p50", "p99", "starved", "steps", "time"),
     *("prepare", "launch", "process", "cpu sched", "cpu gpu", "core wait"),
 )
-STEP_LEGEND = """us, medians but for gap p99 and cpu; passes: what the device was told to take; period: step to step
+STEP_LEGEND = """us, medians but for gap p99 and cpu; passes: what so many rows are to take; period: step to step
 starved: mean a step, until the next one was queued; steps, time: share of either; what is left of a gap is the device's
 prepare, launch, process: wall time of the thread that does it; cpu: processor time of the whole process a step
 core wait: a step, that threads of these two processes could have run but had no core: other work on the machine"""

@@ -18,7 +18,7 @@ from tools.overlap_figures import Row, gain_of, pairs_of
 WIDTH, LEFT, STEPS_WIDTH = 1100, 84, 560  # of all; of the steps' labels and of the steps
 GAINS_LEFT, GAINS_WIDTH, GAINS_HEIGHT = 720, 360, 120
 BLOCK, LANE, TRACK = 236, 16, 52  # heights: of a model's block, of a lane, of the two lanes of one mode
-GAIN_LEAST = 0.15  # what the scale of gains shows at least
+GAIN_LEAST, GAIN_MOST = 0.15, 0.5  # what the scale of gains shows at least, and at most
 PARTS = (("prepare", ("plan", "push")), ("launch", ("launch",)), ("process", ("process",)))
 STYLE = """
 text { font: 12px sans-serif; fill: #202124; } .title { font-weight: bold; } .small { font-size: 10px; fill: #5f6368; }
@@ -116,13 +116,13 @@ def _gains(name: str, rows: Sequence[Row], top: int) -> list[str]:
     pairs = pairs_of(rows)
     article = ARTICLE[name].gains
     shown = [gain_of(*pair) for pair in pairs] + [high for _, high in article.values()]
-    scale, base = GAINS_HEIGHT / max(GAIN_LEAST, *shown), top + 12 + GAINS_HEIGHT
+    scale, base = GAINS_HEIGHT / min(GAIN_MOST, max(GAIN_LEAST, *shown)), top + 12 + GAINS_HEIGHT
     parts = [f'<text class="small" x="{GAINS_LEFT}" y="{top}">gain in tokens/s, by requests at once</text>']
     parts.append(f'<line class="axis" x1="{GAINS_LEFT}" y1="{base}" x2="{GAINS_LEFT + GAINS_WIDTH}" y2="{base}"/>')
     width = GAINS_WIDTH / max(1, len(pairs))
     for number, (on, off) in enumerate(pairs):
         gain, x = gain_of(on, off), GAINS_LEFT + number * width
-        height = max(0.0, gain) * scale
+        height = min(max(0.0, gain), GAIN_MOST) * scale
         box = f'x="{x + width / 4:.1f}" y="{base - height:.1f}" width="{width / 2:.1f}" height="{height:.1f}"'
         middle = f'class="middle" x="{x + width / 2:.1f}"'
         parts.append(f'<rect class="gain" {box}/>')
