@@ -164,7 +164,8 @@ class ServerConfig(_Json):
         is_clocked = self.model.format == "clocked"
         _require(self.device == "host" or not is_clocked, "device", "must be host for a clocked model")
         drafts_for_it = self.speculate in ("off", "ngram", "clocked")
-        _require(drafts_for_it if is_clocked else self.speculate != "clocked", "speculate", "drafts for other models")
+        fits = drafts_for_it if is_clocked else self.speculate != "clocked"
+        _require(fits, "speculate", f"{self.speculate} cannot draft for {self.model.name}")
         is_trained = self.speculate in ("mtp", "dflash")
         _require(is_trained == (self.drafter_file is not None), "drafter_file", "is for a trained drafter")
         if self.drafter is not None:

@@ -231,7 +231,8 @@ def all_servers(options: argparse.Namespace) -> Iterator[list[Server]]:
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     """Reads the command line. argparse ends the process with status 2 for what it does not understand."""
-    parser = argparse.ArgumentParser("bench_serve", description=(__doc__ or "").partition("\n")[0])
+    more = "whether the device waits: stepahead bench overlap, floor or engine, each with its own --help"
+    parser = argparse.ArgumentParser("bench_serve", description=(__doc__ or "").partition("\n")[0], epilog=more)
     parser.add_argument(
         "--server", action="append", default=[], metavar="[NAME=]URL", help="a running server; repeatable"
     )

@@ -12,7 +12,7 @@ from typing import Any
 
 from shm.limits import WINDOW_MAX
 from shm.stats import accepted_runs
-from tools.article_figures import ARTICLE
+from tools.article_figures import ARTICLE, ArticleFigures
 from tools.bench_figures import aligned
 from tools.bench_run import Load
 from tools.bench_serve import BenchError
@@ -193,16 +193,21 @@ def article_table(rows: Sequence[Row]) -> str:
             ):
                 here = (f"{getattr(row.steps, name):.0f}" for row in (on, off))
                 lines.append((on.preset, what, *here, *("-" if us is None else f"{us:.0f}" for us in told)))
-            parts = (f"{cpu_parts_us(row):.0f}" for row in (on, off))
-            lines.append((on.preset, "CPU a step", *parts, f"{sum(article.cpu_us):.0f}", "-"))
+            for what, name, told in _cpu_parts(article):
+                ours = (f"{sum(getattr(row.steps, one) for one in name):.0f}" for row in (on, off))
+                lines.append((on.preset, what, *ours, f"{told:.0f}", "-"))
     return (
         "\n".join([*aligned(lines, 2), "1 at once, us; the article's are SGLang's on B300 GPUs"]) if lines[1:] else ""
     )
 
 
-def cpu_parts_us(row: Row) -> float:
-    """What prepares, launches and processes a step takes in all."""
-    return row.steps.prepare_us + row.steps.launch_us + row.steps.process_us
+def _cpu_parts(article: ArticleFigures) -> list[tuple[str, tuple[str, ...], float]]:
+    """What the article tells of the CPU's work for a step: its name, the figures of ours that it is, and how long."""
+    names = ("prepare", "launch", "process")
+    parts: list[tuple[str, tuple[str, ...], float]] = []
+    if len(article.cpu_us) == len(names):
+        parts = [(f"CPU, {name}", (f"{name}_us",), us) for name, us in zip(names, article.cpu_us, strict=True)]
+    return [*parts, ("CPU a step", tuple(f"{name}_us" for name in names), sum(article.cpu_us))]
 
 
 def span_text(span: tuple[float, float] | None) -> str:

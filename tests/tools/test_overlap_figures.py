@@ -73,6 +73,7 @@ def test_tables_have_the_articles_figures_beside_ours() -> None:
     text = table_text(rows)
     assert "+12.5%" in text and "+4%..+5%" in text and "104/95" in text
     assert "step to step" in text and "3870" in text
+    assert "CPU, launch" in text and "370" in text and "640" in text, "by parts, and in all"
     widths = {len(line) for line in text.split("\n\n")[0].splitlines()[:3]}
     assert len(widths) == 1, "columns are aligned"
     assert document_of(rows, {}, {})["gains"][0]["gain"] == pytest.approx(0.125)  # type: ignore[index]
