@@ -193,9 +193,9 @@ def article_table(rows: Sequence[Row]) -> str:
             ):
                 here = (f"{getattr(row.steps, name):.0f}" for row in (on, off))
                 lines.append((on.preset, what, *here, *("-" if us is None else f"{us:.0f}" for us in told)))
-            for what, name, told in _cpu_parts(article):
-                ours = (f"{sum(getattr(row.steps, one) for one in name):.0f}" for row in (on, off))
-                lines.append((on.preset, what, *ours, f"{told:.0f}", "-"))
+            for what, names, us in _cpu_parts(article):
+                ours = (f"{sum(getattr(row.steps, one) for one in names):.0f}" for row in (on, off))
+                lines.append((on.preset, what, *ours, f"{us:.0f}", "-"))
     return (
         "\n".join([*aligned(lines, 2), "1 at once, us; the article's are SGLang's on B300 GPUs"]) if lines[1:] else ""
     )

@@ -16,6 +16,10 @@ from xml.etree import ElementTree
 import pytest
 
 from tests.e2e.live_server import ROOT, descendants
+from tools.bench_rings import rings_serving
+from tools.bench_run import Ask, prompts
+from tools.clocked_model import answer, constant, write
+from tools.step_figures import starved_ns
 
 pytestmark = pytest.mark.model
 
@@ -72,6 +76,22 @@ def test_without_the_text_stages(tmp_path: Path) -> None:
     assert on["wrong"] == on["failed"] == off["wrong"] == off["failed"] == 0
     assert on["steps"]["starved_steps"] < 0.5 and off["steps"]["starved_steps"] > 0.9
     assert set(on["cpu_us"]) == {"scheduler", "gpu"} and on["ttft_ms"] > 0
+
+
+@pytest.mark.parametrize("overlap", [True, False])
+def test_the_trace_and_the_counters_tell_the_same(tmp_path: Path, overlap: bool) -> None:
+    model = write(tmp_path / "clocked", constant(2000.0))
+    drawn = prompts("0", 3, 8, 256)
+    asks = [Ask(prompt, 60, answer(prompt, 60)) for prompt in drawn]
+    with rings_serving(model, 2, 128, 0, overlap) as bench:
+        bench.run(asks[:1], 1)
+        load, seen = bench.run(asks, 2)
+    assert (load.wrong, load.failed, load.requests, load.tokens, seen.missed) == (0, 0, 3, 180, 0)
+    steps, gaps, starved = starved_ns(seen.spans)
+    assert len(steps) == seen.counted("gpu", "gaps_total") > 100
+    assert int(gaps.sum()) == seen.counted("gpu", "device_idle_ns_total")
+    # The counter takes the time a moment earlier than the span does.
+    assert int(starved.sum()) == pytest.approx(seen.counted("gpu", "starved_ns_total"), rel=0.05, abs=200_000)
 
 
 def test_engine(tmp_path: Path) -> None:
