@@ -53,6 +53,7 @@ def serve(
     device: opt.Device = "host",
     dtype: opt.Dtype = None,
     overlap: opt.Overlap = True,
+    standby: opt.Standby = True,
     threads: opt.Threads = None,
     prefill_chunk: opt.PrefillChunk = 512,
     drain_seconds: opt.DrainSeconds = 30.0,
@@ -104,6 +105,7 @@ def generate(
         device=device,
         dtype=dtype,
         overlap=overlap,
+        standby=False,  # it is over before there would be any
         threads=threads,
         prefill_chunk=512,
         drain_seconds=0.0,

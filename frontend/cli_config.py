@@ -43,6 +43,7 @@ class Wanted:
     device: str
     dtype: str | None
     overlap: bool
+    standby: bool = True
     max_running: int
     max_queued: int
     kv_tokens: int | None
@@ -147,6 +148,7 @@ def _sized(
             device=wanted.device,  # type: ignore[arg-type]  # checked there
             dtype=dtype,  # type: ignore[arg-type]
             overlap=wanted.overlap,
+            standby=wanted.standby,
             max_running=wanted.max_running,
             max_queued=wanted.max_queued,
             kv_tokens=kv_tokens,

@@ -72,6 +72,15 @@ Overlap = Annotated[
         rich_help_panel=RUNNING,
     ),
 ]
+Standby = Annotated[
+    bool,
+    typer.Option(
+        help="For every stage, keep a process that has been started already and takes its place when it dies: requests "
+        "then wait some hundredths of a second for it, and not one to two. Costs 0.2 GB of memory, more with large "
+        "vocabularies; and half a second of a CPU for each, once and after each death.",
+        rich_help_panel=RUNNING,
+    ),
+]
 Threads = Annotated[
     int | None,
     typer.Option(help="Threads that compute; by default as many as there are CPUs to use.", rich_help_panel=RUNNING),

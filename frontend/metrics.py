@@ -24,6 +24,8 @@ OUTCOMES: tuple[Outcome, ...] = ("finished", "aborted", "rejected", "refused", "
 
 # (stage, name in the segment) -> (public name, help). Whatever is not here is public as stepahead_<stage>_<name>.
 NAMES: dict[tuple[str, str], tuple[str, str]] = {
+    ("supervisor", "standbys"): ("standbys", "Processes that are prepared to take a stage's place"),
+    ("supervisor", "standbys_wanted"): ("standbys_wanted", "As many as there will be once all have been started"),
     ("frontend", "requests_total"): ("received_requests", "Requests for text whose body was in order"),
     ("frontend", "completion_tokens_total"): ("generation_tokens", "Output tokens of ended requests"),
     ("frontend", "open_rows"): ("open_rows", "Rows of the ledger that are taken"),

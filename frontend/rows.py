@@ -125,6 +125,8 @@ class RowTable:
             generation = int(ledger.generation[number])
             row = Row(number, generation, exchange, 0, time.monotonic_ns())
             row.count, row.accepted = int(ledger.delivered[number]), True
+            if ledger.text_stop[number] == generation and row.count >= ledger.text_stop_count[number]:
+                row.finish = "stop"  # the dead one was told, and nobody is told twice
             ledger.abort[number] = generation
             self._open[number] = row
             self._free.remove(number)
@@ -286,3 +288,5 @@ class RowTable:
         fault("frontend.row_freed")
         del self._open[row.number]
         self._free.append(row.number)
+        # A row that was taken over may end before the tokenizer has answered, and then it never does.
+        self._line.answered((row.number, row.generation))

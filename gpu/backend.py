@@ -5,17 +5,20 @@ against blocking calls, the audit of descriptors. What belongs to one device is 
 wanted. It launches nothing.
 """
 
+from __future__ import annotations
+
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from gpu.descriptor_audit import DescriptorAudit
 from gpu.device.guard import LaunchGuard
 from gpu.device.order import OrderChecker
 from gpu.device.protocol import Device, Observer
+from gpu.drafters.drafter import Drafter
 from gpu.kernels.step_kernels import Array
 from gpu.models.weights import LateWeights, open_weights
 from gpu.step import StepProgram
@@ -23,6 +26,9 @@ from shm.clocked_file import ClockedFile
 from shm.config import ModelInfo, ServerConfig
 from shm.drafter_file import DFLASH, DrafterFile
 from shm.records import ResultLayout, StepView
+
+if TYPE_CHECKING:
+    from gpu.models.caches import Caches
 
 Progress = Any  # Callable[[str], None] | None
 
@@ -45,6 +51,10 @@ class Checks:
         return nullcontext() if self.guard is None else self.guard.section()
 
 
+def _no_rehearsal() -> AbstractContextManager[None]:
+    raise AssertionError("whoever has opened a GPU is no standby any more")
+
+
 @dataclass(frozen=True)
 class Backend:
     """What the gpu process works with."""
@@ -52,13 +62,34 @@ class Backend:
     device: Device
     program: StepProgram
     checks: Checks
+    caches: Caches | None = None  # None: they end with the process
+    rehearsal: Callable[[], AbstractContextManager[None]] = _no_rehearsal  # inside, passes of models touch no memory
+
+    def settle(self, is_kept: bool) -> None:
+        """Serve from here on. is_kept: the KV caches hold what another process has left. Raises LayoutError."""
+        if self.caches is not None:
+            self.caches.settle(is_kept)
+        if is_kept and self.checks.audit is not None:
+            self.checks.audit.inherit()
+
+    def tend(self) -> None:
+        """For a thread of its own: look after the memory of the KV caches. May return at any time."""
+        if self.caches is not None:
+            self.caches.tend()
 
 
 def open_backend(
-    config: ServerConfig, ledger_tokens: Array, progress: Progress, shared: tuple[int, int] | None = None
+    config: ServerConfig,
+    ledger_tokens: Array,
+    progress: Progress,
+    shared: tuple[int, int] | None = None,
+    shared_kv: tuple[int, int] | None = None,
+    own: Callable[[], None] = lambda: None,
 ) -> Backend:
     """Open the device and the weights, and make the program. ledger_tokens: plane i32[rows, max_len] of the ledger.
-    shared: descriptor and size of the server's memory for packed weights, see `shm.weights_memory`.
+    shared: descriptor and size of the server's memory for packed weights, see `shm.weights_memory`; shared_kv: the
+    same for KV caches, see `shm.kv_memory`. own: called before anything that only one gpu process at a time may do:
+    packing into the memory for weights, opening a GPU.
 
     Raises DeviceError if there is no such device, ModelError, OSError or ValueError for a model that cannot be served,
     MemoryError if it does not fit.
@@ -67,16 +98,15 @@ def open_backend(
         from gpu.cuda_backend import open_cuda
         from gpu.device.guard_torch import TorchGuard
 
+        own()
         checks = _checks(config, partial(TorchGuard, cuda=True))
         weights = open_weights(config.model)
         device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
-    elif config.model.format == "clocked":
-        checks = _checks(config, LaunchGuard)
-        device, program = _open_clocked(config, ledger_tokens, checks)
-    else:
-        checks = _checks(config, LaunchGuard)
-        device, program = _open_host(config, ledger_tokens, progress, checks, shared)
-    return Backend(device, program, checks)
+        return Backend(device, program, checks)
+    checks = _checks(config, LaunchGuard)
+    if config.model.format == "clocked":
+        return _open_clocked(config, ledger_tokens, checks, shared_kv)
+    return _open_host(config, ledger_tokens, progress, checks, shared, shared_kv, own)
 
 
 def _checks(config: ServerConfig, guard: Callable[[], LaunchGuard]) -> Checks:
@@ -89,25 +119,20 @@ def _open_host(
     progress: Progress,
     checks: Checks,
     shared: tuple[int, int] | None,
-) -> tuple[Device, StepProgram]:
+    shared_kv: tuple[int, int] | None,
+    own: Callable[[], None],
+) -> Backend:
     from gpu.device.host import HostDevice
-    from gpu.drafters.dflash import DflashDrafter
-    from gpu.drafters.drafter import Drafter
-    from gpu.drafters.mtp import MtpDrafter
-    from gpu.drafters.ngram import NgramDrafter
-    from gpu.drafters.standalone import StandaloneDrafter
-    from gpu.kernels.columns import HostColumns
     from gpu.kernels.host_step import HostStepKernels
-    from gpu.kernels.ngram import HostNgramKernels
     from gpu.kernels.sampling import sample
     from gpu.kernels.team import Team
-    from gpu.kernels.trained import HostTrainedKernels
-    from gpu.models.host_drafters import HostDflash, HostMtp
+    from gpu.models.caches import open_caches
     from gpu.models.llama import HostLlama
     from gpu.models.packed_weights import open_packed
 
     trained = None if config.drafter_file is None else DrafterFile(Path(config.drafter_file))
-    weights, packed = LateWeights(config.model), open_packed(config, trained, shared)
+    caches = open_caches(config, trained, shared_kv)
+    weights, packed = LateWeights(config.model), open_packed(config, trained, shared, own)
 
     def load(info: ModelInfo, team: Team | None, taps: tuple[int, ...] = ()) -> HostLlama:
         return HostLlama(
@@ -124,38 +149,35 @@ def _open_host(
             team=team,
             taps=taps,
             packed=packed,
+            caches=caches,
         )
 
     model = load(config.model, None, trained.taps if trained else ())
     device = HostDevice(checks.observer, checks.guard)
     sampler: Any = partial(sample, team=model.team)
-    drafter: Drafter | None = None
-    if config.speculate == "ngram":
-        drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
-    elif trained is not None and trained.kind == DFLASH:
-        block_model = HostDflash(model, weights, trained, packed)
-        drafter = DflashDrafter(device, config, block_model, model.tapped, HostTrainedKernels())
-    elif trained is not None:
-        next_model = HostMtp(model, weights, trained, packed)
-        drafter = MtpDrafter(device, config, next_model, model.tapped, HostTrainedKernels())
-    elif config.drafter is not None:
-        draft_model = load(config.drafter, model.team)
-        drafter = StandaloneDrafter(device, config, draft_model, HostColumns())
+    if trained is not None:
+        drafter: Drafter | None = _trained_drafter(device, config, model, trained, (weights, packed, caches))
+    else:
+        drafter = _untrained_drafter(device, config, lambda info: load(info, model.team))
     packed.complete()
     kernels = HostStepKernels.of(config)
-    return device, StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)
+    program = StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)
+    return Backend(device, program, checks, caches, model.team.rest)
 
 
-def _open_clocked(config: ServerConfig, ledger_tokens: Array, checks: Checks) -> tuple[Device, StepProgram]:
+def _open_clocked(
+    config: ServerConfig, ledger_tokens: Array, checks: Checks, shared_kv: tuple[int, int] | None
+) -> Backend:
     from gpu.device.host import HostDevice
     from gpu.drafters.clocked import ClockedDrafter
-    from gpu.drafters.drafter import Drafter
     from gpu.drafters.ngram import NgramDrafter
     from gpu.kernels.host_step import HostStepKernels
     from gpu.kernels.ngram import HostNgramKernels
+    from gpu.models.caches import open_caches
     from gpu.models.clocked import ClockedModel, clocked_sample
 
-    model = ClockedModel(config, ClockedFile.read(Path(config.model.path)))
+    caches = open_caches(config, None, shared_kv)
+    model = ClockedModel(config, ClockedFile.read(Path(config.model.path)), caches)
     device = HostDevice(checks.observer, checks.guard)
     drafter: Drafter | None = None
     if config.speculate == "ngram":
@@ -163,4 +185,34 @@ def _open_clocked(config: ServerConfig, ledger_tokens: Array, checks: Checks) ->
     elif config.speculate == "clocked":
         drafter = ClockedDrafter(device, config, model)
     kernels = HostStepKernels.of(config)
-    return device, StepProgram(device, config, model, kernels, clocked_sample, ledger_tokens, drafter=drafter)
+    program = StepProgram(device, config, model, kernels, clocked_sample, ledger_tokens, drafter=drafter)
+    return Backend(device, program, checks, caches, nullcontext)  # its passes touch the page of padding alone
+
+
+def _trained_drafter(device: Device, config: ServerConfig, model: Any, file: DrafterFile, memory: Any) -> Drafter:
+    """memory: the target's weights, and where packed weights and caches go."""
+    from gpu.drafters.dflash import DflashDrafter
+    from gpu.drafters.mtp import MtpDrafter
+    from gpu.kernels.trained import HostTrainedKernels
+    from gpu.models.host_drafters import HostDflash, HostMtp
+
+    weights, packed, caches = memory
+    if file.kind == DFLASH:
+        block_model = HostDflash(model, weights, file, packed, caches)
+        return DflashDrafter(device, config, block_model, model.tapped, HostTrainedKernels())
+    next_model = HostMtp(model, weights, file, packed, caches)
+    return MtpDrafter(device, config, next_model, model.tapped, HostTrainedKernels())
+
+
+def _untrained_drafter(device: Device, config: ServerConfig, load: Callable[[ModelInfo], Any]) -> Drafter | None:
+    """load: opens a model beside the target."""
+    from gpu.drafters.ngram import NgramDrafter
+    from gpu.drafters.standalone import StandaloneDrafter
+    from gpu.kernels.columns import HostColumns
+    from gpu.kernels.ngram import HostNgramKernels
+
+    if config.speculate == "ngram":
+        return NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
+    if config.drafter is not None:
+        return StandaloneDrafter(device, config, load(config.drafter), HostColumns())
+    return None

@@ -83,6 +83,10 @@ class DescriptorAudit:
         self._gifts = np.zeros(config.pages, np.int64)  # how often it was given to a row that writes it
         self._written = np.zeros(config.pages, np.int64)  # at most so many positions since then, by earlier steps
 
+    def inherit(self) -> None:
+        """The pages hold what another process has written, who knows how much: call it before the first step."""
+        self._written[:] = self._page_size
+
     def check(self, view: StepView) -> None:
         """Audit the next step. Raises DescriptorError; of no use any more after that."""
         self._step = view.step

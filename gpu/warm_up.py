@@ -4,7 +4,8 @@ Owns what a first use costs: compiled kernels and graphs. After it nothing is ca
 it runs are as small as can be: kernels are compiled for any size (where sizes matter, `CudaLlama.warm` has seen to
 them), so a larger step would cost time and bring nothing. They belong to padding (entry 0, page 0) and leave nothing
 behind for a request to see: entry 1, whose tables they write, gets its slots and sampling parameters with its first
-request. Runs once, with nothing else queued.
+request. Runs once, with nothing else queued. A standby leaves the models' passes out (`Backend.rehearsal`): their code
+is compiled or loaded without them.
 """
 
 import numpy as np
@@ -30,8 +31,13 @@ class WarmUp:
 
     def run(self) -> int:
         """Capture, then run. Returns the number of graphs. Raises DeviceError if a step fails."""
-        program, view = self._program, self._step.view
-        graphs = program.capture()
+        graphs = self._program.capture()
+        self.run_steps()
+        return graphs
+
+    def run_steps(self) -> None:
+        """Run a step of every kind. Raises DeviceError if one fails."""
+        view = self._step.view
         view.kind = STEP_DECODE
         view.n_decode = 1
         view.decode_entries[0] = 0
@@ -50,7 +56,6 @@ class WarmUp:
         view.chunks[CHUNK_COUNT, 0] = 1
         view.chunks[CHUNK_LAST, 0] = 1
         self._once()
-        return graphs
 
     def _once(self) -> None:
         self._program.enqueue(self._step, self._result, lambda: None)

@@ -19,6 +19,9 @@ cache only in the step that takes it as input.
 
 An entry is free again the moment its row ends, while a step in flight may still name it. `incarnation` tells the two
 lives apart: it grows when an entry is freed, and a result for an older incarnation is dropped.
+
+Which pages hold what of which row is in shared memory, and outlives this process: see `sched_adoption` for what the
+order of the stores here means there.
 """
 
 from collections import deque
@@ -27,6 +30,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from procs.pages import Pages
+from shm.batch_tables import BatchTables
 
 Ints = NDArray[np.int64]
 
@@ -37,17 +41,27 @@ NO_STOP_ID = -1
 class BatchState:
     """Arrays [entries], int64 unless said. An unused entry has limit 0 and fill 0: no rule can choose it."""
 
-    def __init__(self, max_running: int, pages_per_row: int, page_size: int, window: int, stop_ids: int) -> None:
+    def __init__(
+        self,
+        max_running: int,
+        pages_per_row: int,
+        page_size: int,
+        window: int,
+        stop_ids: int,
+        tables: BatchTables | None = None,
+    ) -> None:
+        """tables: what outlives this process; to be cleared before the first entry is taken."""
         entries = max_running + 1
+        self.tables = tables or BatchTables.private(entries, pages_per_row)
         self.page_size = page_size
         self.window = window
         self.pages_per_row = pages_per_row
         self.running = 0  # entries in use
 
         # Who.
-        self.used = np.zeros(entries, dtype=np.bool_)
-        self.row = np.zeros(entries, dtype=np.int64)  # ledger row
-        self.generation = np.zeros(entries, dtype=np.int64)
+        self.used = self.tables.used
+        self.row = self.tables.row  # ledger row
+        self.generation = self.tables.generation
         self.incarnation = np.zeros(entries, dtype=np.int64)
         self.order = np.zeros(entries, dtype=np.int64)  # admission number: first come, first served
 
@@ -55,7 +69,7 @@ class BatchState:
         self.prompt = np.zeros(entries, dtype=np.int64)  # tokens of the client's prompt
         self.fill = np.zeros(entries, dtype=np.int64)
         self.cursor = np.zeros(entries, dtype=np.int64)
-        self.counted = np.zeros(entries, dtype=np.int64)
+        self.counted = self.tables.counted
         self.outputs = np.zeros(entries, dtype=np.int64)  # output tokens in the ledger
         self.limit = np.zeros(entries, dtype=np.int64)  # output tokens at which the row ends
         self.in_flight = np.zeros(entries, dtype=np.int64)  # steps in flight that will give it a token, or several
@@ -63,7 +77,7 @@ class BatchState:
 
         # Which pages. `pages[e, :page_count[e]]` is the row of the slot table as of the newest step queued. The first
         # `shared[e]` of them are in the prefix cache, with a reference held by the row; the others are the row's alone.
-        self.pages = np.zeros((entries, pages_per_row), dtype=np.int32)
+        self.pages = self.tables.pages
         self.page_count = np.zeros(entries, dtype=np.int64)
         self.shared = np.zeros(entries, dtype=np.int64)
 
@@ -78,6 +92,7 @@ class BatchState:
         """Take a free entry for a ledger row; the caller fills in the numbers."""
         entry = self._free_entries.popleft()
         assert not self.used[entry] and self.page_count[entry] == 0
+        assert self.counted[entry] == 0, "in use from the next store on, and its pages are those of an earlier life"
         self.used[entry] = True
         self.row[entry] = row
         self.generation[entry] = generation
@@ -89,7 +104,7 @@ class BatchState:
         """Free an entry whose pages are gone. Steps in flight may still name it: their results are stale from here
         on."""
         assert self.used[entry] and self.page_count[entry] == 0 and self.shared[entry] == 0
-        self.used[entry] = False
+        self.used[entry] = False  # first: whoever finds the tables believes no entry that is not in use
         self.incarnation[entry] += 1
         self.limit[entry] = self.fill[entry] = self.cursor[entry] = self.in_flight[entry] = 0
         self.counted[entry] = self.outputs[entry] = self.prompt[entry] = 0

@@ -21,6 +21,8 @@ from shm.control import STAGES
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("shm", "gpu", "procs", "tools", "frontend")
 
+STANDBY_WORD = "--standby"
+
 # What would let a user's settings change our modules, our assertions or our exit; and a secret that nobody below needs.
 _DROPPED = ("PYTHONPATH", "PYTHONSTARTUP", "PYTHONINSPECT", "PYTHONOPTIMIZE", "STEPAHEAD_API_KEY")
 _ONE_THREAD = {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -42,6 +44,11 @@ class ChildSpec:
     deaths_in_a_row_max: int = 7
     deaths_a_minute_max: int = 60
     stable_seconds: float = 1.0
+    # The same of its standby, whose death is nobody's loss: there is no hurry.
+    standby_backoff_seconds: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0)
+    standby_deaths_in_a_row_max: int = 5
+    # That every stage has served before it is started. More for those whose deaths leave much to be computed again.
+    standby_after_seconds: float = 0.1
 
 
 # Started in this order, stopped in reverse: nobody loses the stage behind it while it still has work.
@@ -52,6 +59,7 @@ CHILD_SPECS = (
         module="procs.executor",
         ready_seconds=900,
         stop_seconds=5,
+        standby_after_seconds=0.5,  # all rows may have to be prefilled first
         env={"OMP_NUM_THREADS": "{threads}", "MKL_NUM_THREADS": "{threads}", "NUMBA_NUM_THREADS": "{threads}"},
     ),
     ChildSpec(stage="scheduler", module="procs.scheduler", ready_seconds=60, stop_seconds=3, env=_ONE_THREAD),
@@ -89,9 +97,13 @@ def child_environment(spec: ChildSpec, config: ServerConfig, environ: Mapping[st
     return env
 
 
-def command(spec: ChildSpec, boot_fd: int) -> list[str]:
-    """Return the command line of a child. -P: the folder it is started in is not on the module path."""
-    return [sys.executable, "-P", "-m", spec.module, "--boot-fd", str(boot_fd)]
+def command(spec: ChildSpec, boot_fd: int, standby: bool = False) -> list[str]:
+    """Return the command line of a child. -P: the folder it is started in is not on the module path.
+
+    A standby is told apart from outside by its last word, until it has a title.
+    """
+    words = [sys.executable, "-P", "-m", spec.module, "--boot-fd", str(boot_fd)]
+    return [*words, STANDBY_WORD] if standby else words
 
 
 def check_package_names(root: Path = ROOT) -> None:

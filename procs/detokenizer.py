@@ -268,6 +268,8 @@ def main() -> None:
             table = TextTable(load_tokenizer(model.path), model.vocab_size, model.eos_token_ids)
         except (ModelError, UnknownDecoder) as error:
             raise child.StartupError(f"{model.path}: {error}") from error
+        gc.freeze()  # the table lives as long as the process: no need to look through it ever again
+        stage.take_over()
         progress = stage.ring_consumer("progress")
         frontend = Sender(zmq.Context.instance(), stage.channels["frontend"])
         detokenizer = Detokenizer(
@@ -279,7 +281,6 @@ def main() -> None:
             stage.stats_writer(),
             stage.trace(),
         )
-        gc.freeze()  # the table lives as long as the process: no need to look through it ever again
         stage.ready()
         while not stage.stopping:
             stage.beat()

@@ -6,7 +6,8 @@ the copy stream, which writes the result straight into the result ring and only 
 because that slot is the pinned descriptor that the device may still read.
 
 Two threads, each with its own words: the launch loop (heartbeat, launch spans) and the copy stream (result head, step
-tail, all other counters).
+tail, all other counters). The heartbeat is the device's too: the loop gives none once the device does not get on. A
+third thread looks after the memory of the caches and has no words.
 
 What belongs to the device is imported once the stage has booted, so that whatever is wrong with it (a broken numba, a
 library that is missing) reaches the supervisor as the reason.
@@ -16,12 +17,15 @@ from __future__ import annotations
 
 import gc
 import sys
+import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
+from procs.device_watch import PATIENCE, DeviceWatch
 from shm import child
 from shm.config import ServerConfig
 from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
@@ -149,12 +153,14 @@ class Executor:
         self._next_result = results.head
         self._in_flight: deque[Completion] = deque()
         self._epoch = epoch
+        self._watch = DeviceWatch(PATIENCE[config.device])
 
     def serve(self, bell: Doorbell, beat: Callable[[], None], stopping: Callable[[], bool]) -> None:
         """Launch steps until `stopping()` and nothing is queued. Raises DeviceError once the device has failed."""
         with self._checks.launch_loop():
             while True:
-                beat()
+                if self._watch.gets_on(self._oldest()):
+                    beat()
                 self._device.check()
                 if bell.wait(self._ready):
                     self.launch_next()
@@ -206,9 +212,14 @@ class Executor:
         Completions are looked at before `space`: a result published in between is then counted against us, never for
         us.
         """
+        self._oldest()
+        return self._results.space() - len(self._in_flight)
+
+    def _oldest(self) -> Completion | None:
+        """The oldest step that has not ended; those that have are forgotten."""
         while self._in_flight and self._in_flight[0].query():
             self._in_flight.popleft()
-        return self._results.space() - len(self._in_flight)
+        return self._in_flight[0] if self._in_flight else None
 
 
 def _seeds(view: StepView) -> list[int]:
@@ -216,13 +227,16 @@ def _seeds(view: StepView) -> list[int]:
 
 
 def open_backend(stage: child.Child) -> Backend:
-    """Open the device and the model. Raises StartupError for what the user can mend."""
+    """Open the device and the model; a standby waits for the word first where that cannot be done beside another gpu
+    process. Raises StartupError for what the user can mend.
+    """
     from gpu import backend
     from gpu.device.protocol import DeviceError
 
     config = stage.config
     try:
-        return backend.open_backend(config, stage.ledger.tokens, stage.progress, stage.boot.weights)
+        shared = stage.boot.weights, stage.boot.kv
+        return backend.open_backend(config, stage.ledger.tokens, stage.progress, *shared, stage.take_over)
     except MemoryError as error:
         raise child.StartupError(
             f"not enough memory for {config.model.name} and a KV cache of {config.kv_tokens} tokens; lower --kv-tokens"
@@ -240,13 +254,16 @@ def main() -> None:
         sys.setswitchinterval(SWITCH_INTERVAL_S)
         stage.progress(f"loading {stage.config.model.name}")
         opened = open_backend(stage)
-        stage.progress("warming up")
         from gpu.warm_up import WarmUp
 
         device, program = opened.device, opened.program
-        stats = stage.stats_writer()
+        stage.progress("warming up")
         begin_ns = time.monotonic_ns()
-        graphs = WarmUp(device, stage.config, program).run()
+        # A standby leaves the passes out: they would write to the KV cache, and make memory resident twice.
+        with opened.rehearsal() if stage.is_standby else nullcontext():
+            graphs = WarmUp(device, stage.config, program).run()
+        stage.take_over()
+        stats = stage.stats_writer()
         traces = stage.trace(LAUNCH_LANE), stage.trace(RESULT_LANE)
         traces[LAUNCH_LANE].span(What.CAPTURE, 0, begin_ns, time.monotonic_ns())
         stats.add("captures_total", graphs)
@@ -254,8 +271,10 @@ def main() -> None:
         stats.set("kv_bytes", program.kv_bytes)
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
         executor = Executor(stage.config, opened, rings, stats, traces, stage.epoch)
+        opened.settle(is_kept=stage.control.memory("gpu") < stage.epoch)
         gc.freeze()  # what is here now stays: no collection needs to look at it again
         gc.enable()
+        threading.Thread(target=opened.tend, name="tend caches", daemon=True).start()
         stage.ready(f"{graphs} graphs")
         executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)
         device.close()

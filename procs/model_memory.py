@@ -20,9 +20,12 @@ from shm.tensor_map import ModelError, llama_tensors
 # Bytes of one weight and of one number in the KV cache, by --dtype.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}
+CLOCKED_BYTES = 8  # that a clocked model keeps of a token
 PANEL_ROWS = 16  # in which the host device packs weights
 # Measured: interpreters and libraries of the six processes, torch and the compiled kernels among them.
 PROCESS_BYTES = 900 << 20
+# What the standbys have for themselves, measured on the host. On CUDA that of the gpu process imports torch.
+STANDBY_BYTES = {"host": 256 << 20, "cuda": 512 << 20}
 GIB = 1 << 30
 
 
@@ -42,6 +45,21 @@ class MemoryNeed:
 def kv_bytes_per_token(info: ModelInfo, dtype: str) -> int:
     """Bytes that one token takes in the KV cache of all layers."""
     return 2 * info.num_layers * info.num_kv_heads * info.head_dim * KV_BYTES[dtype]
+
+
+def cache_bytes(config: ServerConfig) -> int:
+    """Bytes that the KV caches of all models of a server take, those of drafters among them.
+
+    Raises ModelError for a trained drafter whose file is not one any more.
+    """
+    is_clocked = config.model.format == "clocked"
+    per_token = CLOCKED_BYTES if is_clocked else kv_bytes_per_token(config.model, config.dtype)
+    if config.drafter is not None:
+        per_token += kv_bytes_per_token(config.drafter, config.dtype)
+    if config.drafter_file is not None:
+        layers = replace(config.model, num_layers=DrafterFile(Path(config.drafter_file)).layers)
+        per_token += kv_bytes_per_token(layers, config.dtype)
+    return config.pages * config.page_size * per_token
 
 
 def packed_bytes(config: ServerConfig) -> int:
@@ -77,14 +95,10 @@ def memory_needed(config: ServerConfig) -> MemoryNeed:
     weights, kv_cache = 2 * 4 * max(sizes, default=0), 0
     if config.device == "host":
         weights += packed_bytes(config)
-        kv_cache = config.pages * config.page_size * kv_bytes_per_token(info, config.dtype)
-        if config.drafter is not None:
-            kv_cache += config.pages * config.page_size * kv_bytes_per_token(config.drafter, config.dtype)
-        if config.drafter_file is not None:
-            layers = replace(info, num_layers=DrafterFile(Path(config.drafter_file)).layers)
-            kv_cache += config.pages * config.page_size * kv_bytes_per_token(layers, config.dtype)
+        kv_cache = cache_bytes(config)
     ledger = Ledger.size(config.rows, config.max_len)
-    return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=PROCESS_BYTES + ledger)
+    processes = PROCESS_BYTES + ledger + (STANDBY_BYTES[config.device] if config.standby else 0)
+    return MemoryNeed(weights=weights, kv_cache=kv_cache, processes=processes)
 
 
 def memory_available(root: Path = Path("/")) -> int:
@@ -111,7 +125,8 @@ def require_memory(config: ServerConfig, root: Path = Path("/")) -> None:
         advice = "--kv-tokens or --max-len"
     raise ModelError(
         f"too little memory: {weights} and {_gib(need.processes)} for processes make {_gib(need.total)}, but only "
-        f"{_gib(available)} are available; lower {advice}, or choose a smaller model"
+        f"{_gib(available)} are available; lower {advice}, {'say --no-standby, ' if config.standby else ''}or choose a "
+        "smaller model"
     )
 
 

@@ -35,6 +35,15 @@ class PagePool:
         self._is_free[taken] = False
         return taken
 
+    def claim(self, pages: Pages) -> None:
+        """Take these very pages, i32[n], now the caller's. Asserts that each is free, and named once."""
+        assert self._is_free[pages].all() and len(np.unique(pages)) == len(pages), "a page was claimed that is taken"
+        self._is_free[pages] = False
+        left = self._stack[: self.free]
+        left = left[self._is_free[left]]
+        self.free = len(left)
+        self._stack[: self.free] = left
+
     def give(self, pages: Pages) -> None:
         """Take i32[n] pages back. Asserts that each is a real page, held by somebody, and named once."""
         count = len(pages)

@@ -6,6 +6,7 @@ Decides over times and states that it is told, but for `look_at`, which reads th
 
 from __future__ import annotations
 
+import signal
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -18,6 +19,7 @@ LOOK_SECONDS = 0.04  # between two looks; a heartbeat comes at least every 0.05 
 STOPPED_SECONDS = 0.04  # without a heartbeat, of a process that was stopped: it will not go on by itself
 ASLEEP_SECONDS = 1.0  # asleep, without a heartbeat or a tick of processor time: it waits for what will not come
 SILENT_SECONDS = 30.0  # at work without a heartbeat: in a loop without an end, or on a machine that has no time for it
+STOPPED_BY_SIGNAL = "stopped by a signal"
 STOPPED, TRACED, ASLEEP = "T", "t", "S"  # letters of /proc/PID/stat
 
 TOLD_SECONDS = 0.3  # from a stage's return to the line about its death, for the others to have gone on with their work
@@ -92,7 +94,7 @@ class Pulse:
         self._still_s = self._still_s + passed_s if (look.ticks, look.state) == (self._ticks, ASLEEP) else 0.0
         self._ticks = look.ticks
         if look.state == STOPPED and self._silent_s >= STOPPED_SECONDS:
-            return "stopped by a signal"
+            return STOPPED_BY_SIGNAL
         if beat_ns and self._still_s >= ASLEEP_SECONDS:
             return f"hung: asleep without a heartbeat for {self._still_s:.1f} s"
         if beat_ns and self._silent_s >= SILENT_SECONDS:
@@ -100,12 +102,29 @@ class Pulse:
         return None
 
 
+def is_sound(stage: str, device: str, status: int, error: str, hung: str) -> bool:
+    """Whether the memory that outlives a dead process of `stage` holds what it should, so that its successor may go on.
+
+    status: negative, the signal that ended it. error: its own last words. hung: why it was killed here, if it was.
+
+    A process that was killed from outside has done nothing wrong up to its last instruction. The gpu process is native
+    code: one that went wrong, or did not come back, may have written anywhere before. The scheduler is none, and its
+    tables are looked at before they are believed; but an error of its own may be an error in them.
+    """
+    if error:
+        return False
+    if stage == "gpu":
+        killed = status in (-signal.SIGKILL, -signal.SIGTERM) and hung in ("", STOPPED_BY_SIGNAL)
+        return device == "host" and killed  # elsewhere the caches end with the process
+    return True
+
+
 # Whose counter says what was done again after a death, and what it counts.
 RETRIED = {
     "frontend": ("frontend", "adopted_total", "requests were ended, their clients being gone"),
     "tokenizer": ("frontend", "resent_total", "requests were sent again"),
     "scheduler": ("scheduler", "requeued_total", "requests were queued again"),
-    "gpu": ("scheduler", "rerun_total", "requests were prefilled again"),
+    "gpu": ("scheduler", "rerun_total", "requests were queued again"),
     "detokenizer": ("detokenizer", "rebuilt_total", "texts were made again"),
 }
 

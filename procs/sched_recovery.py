@@ -1,8 +1,8 @@
 """What a fresh scheduler finds in the ledger: rows that an earlier one left behind, at whatever instruction it died.
 
-Owns the way back from the ledger into the queue. It never trusts anything but the ledger: the page pool, the prefix
-cache and the batch start empty, and what the device still runs for the earlier scheduler is dropped by its step
-numbers.
+Owns the way back from the ledger into the queue. It never trusts anything but the ledger: the batch starts empty, and
+what the device still runs for the earlier scheduler is dropped by its step numbers. What is in the page pool and in the
+prefix cache is the business of `sched_adoption`, and decides how much is prefilled, not what comes of it.
 
 A scheduler stores tokens, then the count, then finish, then done, then tells the detokenizer. It may have died
 between any two of these, so each row is brought to where the next store would have brought it, and the detokenizer is

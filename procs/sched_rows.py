@@ -5,7 +5,7 @@ talks to the device (a step is planned in `sched_steps`), never chooses (that is
 for rows that begin, end or need pages.
 
 Everything here can be rebuilt from the ledger: a fresh scheduler queues every live row again with prompt and output
-so far.
+so far. Where it finds the batch tables of the one before, rows find their pages again (`sched_adoption`).
 
 Why the pages of a row that ends or is retracted are free at once, though a step in flight may still write to them.
 Let L be the last step that has the row; no later one is queued with it. Its page P goes to another row, whose slot
@@ -15,6 +15,13 @@ behind those of L on the forward stream, and the new owner writes every position
 there is gone by then. (3) P can become part of a shared prefix only when the result of the new owner's last chunk has
 been processed; that step ran behind L, so nothing of L is still to come. (4) What the old row itself leaves in the
 prefix cache are its counted positions, and L writes at or beyond the count.
+
+The same holds across schedulers, where L is of one that died. Its steps stay in the step ring, in front of those of its
+successor and on the same streams, so (1) and (2) do not ask who queued them. (3) A page can also become part of a
+prefix by adoption; then it is counted, by a result that came behind L, or it is one of those in (4). (4) What the dead
+one had counted it knew from results, and L is a step whose result it had not worked in: a chunk of it begins at the
+cursor, a window at the length that the steps before left on the device, and neither is below the count. Only mtp writes
+below, at the place before the newest token's: the bits that stand there.
 """
 
 import time
@@ -28,6 +35,7 @@ from procs.batch_state import NO_STOP_ID, BatchState, Ints
 from procs.pages import PagePool, Pages
 from procs.prefix_cache import PrefixCache
 from procs.quarantine import Quarantine
+from shm.batch_tables import BatchTables
 from shm.config import ServerConfig
 from shm.faults import fault, wrong
 from shm.ledger import FINISH_ABORT, FINISH_ERROR, FINISH_NONE, FINISH_STOP, Ledger
@@ -41,14 +49,19 @@ NOT_LIVE = -1  # a generation that no row ever has
 class Rows:
     """All rows that were handed to the scheduler and are not done."""
 
-    def __init__(self, config: ServerConfig, ledger: Ledger, stats: StatsWriter) -> None:
+    def __init__(
+        self, config: ServerConfig, ledger: Ledger, stats: StatsWriter, tables: BatchTables | None = None
+    ) -> None:
+        """tables: see `BatchState`."""
         self.config = config
         self.ledger = ledger
         self.stats = stats
         assert config.pages_per_row < config.pages, "a lone request always fits"
         self._eos = np.array(config.model.eos_token_ids, dtype=np.int32)
         width = MAX_STOP_TOKEN_IDS + len(self._eos)
-        self.state = BatchState(config.max_running, config.pages_per_row, config.page_size, config.window, width)
+        self.state = BatchState(
+            config.max_running, config.pages_per_row, config.page_size, config.window, width, tables
+        )
         self.pool = PagePool(config.pages)
         self.cache = PrefixCache(config.pages, config.page_size, behind=int(config.speculate == "mtp"))
         self.waiting: OrderedDict[int, int] = OrderedDict()  # ledger row -> generation, in the order of admission
@@ -127,7 +140,7 @@ class Rows:
         state.shared[entry] = len(path)
         hit = len(path) * state.page_size
         state.prompt[entry], state.fill[entry], state.outputs[entry] = prompt, fill, outputs
-        state.cursor[entry] = state.counted[entry] = hit
+        state.cursor[entry] = state.counted[entry] = hit  # behind row and pages, which it says something about
         state.limit[entry] = self.limit(row)
         state.stop_ids[entry] = self.stop_ids(row)
         stats = self.stats
@@ -255,15 +268,19 @@ class Rows:
         self.headroom = policy.HEADROOM_TIGHT
         self.stats.add("retractions_total")
 
-    def forget_device(self, running: Ints) -> None:
-        """Queue every row of the batch again, in the order in which they were admitted, and let go of all cached
-        prefixes: the device's memory is new. `running`: entries, i64[n], in the steps that were lost.
+    def forget_device(self, running: Ints, memory: int) -> None:
+        """Queue every row of the batch again, in the order in which they were admitted. `running`: entries, i64[n], in
+        the steps that were lost. memory: what the device has now, see `Control.memory`; if it is another one than
+        before, all cached prefixes are lost as well.
         """
         poison = self.quarantine.blame(self.ledger.gpu_deaths, self.state.row[running])
-        batch = np.flatnonzero(self.state.used)
-        for entry in batch[np.argsort(-self.state.order[batch])].tolist():
+        state = self.state
+        batch = np.flatnonzero(state.used)
+        for entry in batch[np.argsort(-state.order[batch])].tolist():
             self._retract(entry)
-        self.pool.give(self.cache.evict(self.cache.cached))
+        if memory != state.tables.memory:
+            self.pool.give(self.cache.evict(self.cache.cached))
+            state.tables.memory = memory
         self._refused = ()
         self.stats.add("rerun_total", len(batch))
         self.give_up(poison)

@@ -15,12 +15,14 @@ import gc
 import time
 from collections.abc import Callable
 
+from procs.sched_adoption import adopt
 from procs.sched_audit import check_conservation
 from procs.sched_progress import ProgressOut
 from procs.sched_recovery import recover
 from procs.sched_rows import Rows
 from procs.sched_steps import Steps
 from shm import child
+from shm.batch_tables import BatchTables
 from shm.faults import fault, wrong
 from shm.limits import STEPS_IN_FLIGHT
 from shm.records import RESULT_DROPPED, ResultLayout, StepLayout, progress_rows_max, read_intake
@@ -48,13 +50,16 @@ class Scheduler:
         self._depth = STEPS_IN_FLIGHT if config.overlap else 1
         self._first_step = self._next_step = (stage.epoch - 1) * EPOCH_STEPS + 1
         self._audited = False
-        self._gpu_epoch = stage.control.epoch("gpu")  # whose memory the rows are in
-        self.rows = Rows(config, stage.ledger, self._stats)
+        self._gpu_epoch = stage.control.epoch("gpu")  # for whom steps are planned
+        tables = BatchTables(stage.segments["batch"], config.entries, config.pages_per_row)
+        self.rows = Rows(config, stage.ledger, self._stats, tables)
         self.steps = Steps(self.rows)
 
     def run(self) -> None:
         """Serve until SIGTERM; then end the steps in flight, tell what came of them, and return."""
         control = self._stage.control
+        # Behind the epoch, which is stored behind the memory: what is seen here is no older than what is seen there.
+        adopt(self.rows, control.memory("gpu"), control.memory("scheduler") < self._stage.epoch)
         recover(self.rows, control.at_work("scheduler"))
         control.set_at_work("scheduler", True)
         self._tell()
@@ -175,11 +180,16 @@ class Scheduler:
         self._export()
 
     def _meet_new_gpu(self) -> None:
-        """Let all rows begin anew, from the ledger, if the gpu process is another one than before."""
-        epoch = self._stage.control.epoch("gpu")
+        """Let all rows begin anew, from the ledger, if the gpu process is another one than before.
+
+        Epoch first, then the memory, which is stored before it. If that is of a later epoch already, the process of the
+        one that was seen is dead and has run nothing of what is planned for it: nothing is counted until the next call.
+        """
+        control = self._stage.control
+        epoch = control.epoch("gpu")
         if epoch != self._gpu_epoch:
             self._gpu_epoch = epoch
-            self.steps.lose_device()
+            self.steps.lose_device(control.memory("gpu"))
 
     def _drop_stale(self) -> bool:
         """Drop the oldest result if a scheduler that died had queued its step: the rows in it were queued again."""
@@ -239,6 +249,7 @@ class Scheduler:
 
 def main() -> None:
     with child.start() as stage:
+        stage.take_over()
         Scheduler(stage).run()
 
 

@@ -9,13 +9,16 @@ from __future__ import annotations
 import errno
 import os
 
-from procs.model_memory import packed_bytes
+from procs.model_memory import cache_bytes, packed_bytes
+from shm.batch_tables import BatchTables
 from shm.channel import new_address
 from shm.child import Boot, StartupError
 from shm.config import ServerConfig
 from shm.control import STAGES, Control
 from shm.doorbell import Doorbell
+from shm.kv_memory import create_fd as create_kv_fd
 from shm.ledger import Ledger
+from shm.limits import CACHE_LINE_BYTES
 from shm.records import ring_specs
 from shm.ring import Ring
 from shm.segment import Segment
@@ -23,6 +26,7 @@ from shm.stats import Stats
 from shm.trace import Trace
 from shm.weights_memory import create_fd
 
+CACHES_MAX = 4  # arrays of all models, each of which begins on a cache line
 _RECEIVERS = ("tokenizer", "frontend")  # stages that receive on a channel
 
 
@@ -37,16 +41,20 @@ class ServerMemory:
             "stats": Stats.size(),
             "trace": Trace.size(),
             "ledger": Ledger.size(config.rows, config.max_len),
+            "batch": BatchTables.size(config.entries, config.pages_per_row),
             **{name: Ring.size(ring.slots, ring.payload_bytes) for name, ring in self._rings.items()},
         }
-        packed = packed_bytes(config) if config.device == "host" else 0
+        packed, cached = (packed_bytes(config), cache_bytes(config)) if config.device == "host" else (0, 0)
         self.segments: dict[str, Segment] = {}
         self.doorbell_fds: dict[str, int] = {}
         self.weights: tuple[int, int] | None = None  # descriptor and size
+        self.kv: tuple[int, int] | None = None  # the same of the KV caches
         try:
             self._create(sizes)
             if packed:
                 self.weights = create_fd(packed)
+            if cached:
+                self.kv = create_kv_fd(cached + CACHES_MAX * CACHE_LINE_BYTES)
         except OSError as error:
             self.close()
             if error.errno not in (errno.ENOMEM, errno.ENOSPC, errno.EMFILE):
@@ -67,13 +75,16 @@ class ServerMemory:
         self.trace = Trace(self.segments["trace"])
         Ledger(self.segments["ledger"], self.config.rows, self.config.max_len)
 
-    def boot_record(self, stage: str, ready_fd: int, listen_fd: int | None) -> Boot:
-        """Return what the child of `stage` needs to start, in the epoch that the control segment holds for it."""
+    def boot_record(self, stage: str, ready_fd: int, listen_fd: int | None, word_fd: int | None = None) -> Boot:
+        """Return what the child of `stage` needs to start, in the epoch that the control segment holds for it.
+
+        word_fd: of a standby, which has no epoch yet.
+        """
         own_rings = {name for name, ring in self._rings.items() if stage in (ring.producer, ring.consumer)}
-        shared = {"control", "stats", "trace", "ledger"}
+        shared = {"control", "stats", "trace", "ledger"} | ({"batch"} if stage == "scheduler" else set())
         return Boot(
             stage=stage,
-            epoch=self.control.epoch(stage),
+            epoch=self.control.epoch(stage) if word_fd is None else 0,
             config=self.config,
             segments={name: (s.fd, s.size) for name, s in self.segments.items() if name in shared | own_rings},
             doorbells=self.doorbell_fds,
@@ -82,6 +93,8 @@ class ServerMemory:
             channels=self.channels,
             supervisor_pid=os.getpid(),
             weights=self.weights if stage == "gpu" else None,
+            kv=self.kv if stage == "gpu" else None,
+            word_fd=word_fd,
         )
 
     def kick_all(self) -> None:
@@ -95,8 +108,9 @@ class ServerMemory:
             segment.close()
         for fd in self.doorbell_fds.values():
             os.close(fd)
-        if self.weights is not None:
-            os.close(self.weights[0])
-            self.weights = None
+        for memory in (self.weights, self.kv):
+            if memory is not None:
+                os.close(memory[0])
+        self.weights = self.kv = None
         self.segments.clear()
         self.doorbell_fds.clear()

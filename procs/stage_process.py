@@ -1,6 +1,7 @@
 """One child process as its parent sees it: a pidfd that becomes readable when it ends, and a pipe on which it speaks.
 
-Owns the spawn, the end and the reaping of one child. It decides nothing: the supervisor does.
+Owns the spawn, the end and the reaping of one child, and the word that makes a standby the stage. It decides nothing:
+the supervisor does.
 """
 
 from __future__ import annotations
@@ -8,32 +9,46 @@ from __future__ import annotations
 import contextlib
 import os
 import select
+import selectors
 import signal
 import subprocess
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 import orjson
 
 from procs.child_specs import ChildSpec, command
 from procs.server_memory import ServerMemory
+from shm.child import WORD_BYTES
 
 
 class Said(NamedTuple):
     """One line of the ready pipe."""
 
-    event: str  # "progress", "ready" or "error"
+    event: str  # "progress", "prepared", "ready" or "error"
     text: str
 
 
 class StageProcess:
     """A running (or dead, and not yet reaped) child of this process."""
 
-    def __init__(self, spec: ChildSpec, memory: ServerMemory, env: Mapping[str, str], listen_fd: int | None) -> None:
-        """Start the child. Raises OSError if the system has no room for another process."""
+    def __init__(
+        self,
+        spec: ChildSpec,
+        memory: ServerMemory,
+        env: Mapping[str, str],
+        listen_fd: int | None,
+        standby: bool = False,
+    ) -> None:
+        """Start the child. standby: it only prepares itself, until `take_over`.
+
+        Raises OSError if the system has no room for another process.
+        """
         self.spec = spec
         self.stage = spec.stage
+        self.is_prepared = False  # a standby: nothing is left to be done without the word
+        self.prepared_s = 0.0  # since when
         self.is_ready = False
         self.ready_s = 0.0  # since when
         self.last_words = ""
@@ -44,13 +59,16 @@ class StageProcess:
         self._unread = b""
         self.ready_fd, child_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.ready_fd, False)
-        boot_fd = -1
+        boot_fd = word_end = self._word_fd = -1
         try:
-            record = memory.boot_record(spec.stage, child_end, listen_fd if spec.listens else None)
+            if standby:
+                word_end, self._word_fd = os.pipe2(os.O_CLOEXEC)
+            word = word_end if standby else None
+            record = memory.boot_record(spec.stage, child_end, listen_fd if spec.listens else None, word)
             boot_fd = record.to_memfd()
             # A process group of its own: Ctrl-C in a terminal reaches the supervisor alone, which decides.
             self._process = subprocess.Popen(
-                command(spec, boot_fd),
+                command(spec, boot_fd, standby),
                 stdin=subprocess.DEVNULL,
                 pass_fds=[*record.fds, boot_fd],
                 env=env,
@@ -58,13 +76,37 @@ class StageProcess:
             )
         except BaseException:
             os.close(self.ready_fd)
+            self._close_word()
             raise
         finally:
-            os.close(child_end)
-            if boot_fd >= 0:
-                os.close(boot_fd)
+            for fd in (child_end, boot_fd, word_end):
+                if fd >= 0:
+                    os.close(fd)
         self.pid = self._process.pid
         self.pidfd = os.pidfd_open(self.pid)
+
+    def watch(self, selector: selectors.BaseSelector, heard: Callable[[], None], died: Callable[[], None]) -> None:
+        """Have `heard` called whenever the child has said something, and `died` at its end."""
+        selector.register(self.ready_fd, selectors.EVENT_READ, heard)
+        selector.register(self.pidfd, selectors.EVENT_READ, died)
+
+    def unwatch(self, selector: selectors.BaseSelector) -> None:
+        """Call neither any more; before it is reaped, since its descriptors' numbers are others' then."""
+        for fd in (self.ready_fd, self.pidfd):
+            if fd in selector.get_map():
+                selector.unregister(fd)
+
+    def take_over(self, epoch: int) -> None:
+        """Tell a standby to be the stage, in this epoch, as soon as it is prepared. Never waits."""
+        self.started_s = time.monotonic()
+        with contextlib.suppress(BrokenPipeError):  # it has just died: the pidfd tells
+            os.write(self._word_fd, epoch.to_bytes(WORD_BYTES, "little"))
+        self._close_word()
+
+    def _close_word(self) -> None:
+        if self._word_fd >= 0:
+            os.close(self._word_fd)
+            self._word_fd = -1
 
     def listen(self) -> list[Said]:
         """Return what the child has said since the last call. Never waits."""
@@ -80,6 +122,8 @@ class StageProcess:
         *lines, self._unread = self._unread.split(b"\n")
         said = [Said(**orjson.loads(line)) for line in lines]
         for event, text in said:
+            if event == "prepared":
+                self.is_prepared, self.prepared_s = True, time.monotonic()
             if event == "ready":
                 self.is_ready, self.ready_s = True, time.monotonic()
             self.last_words = text or self.last_words
@@ -114,6 +158,7 @@ class StageProcess:
             self._process.wait()
             os.close(self.pidfd)
             os.close(self.ready_fd)
+            self._close_word()
             self.exited = True
         return self._process.returncode
 

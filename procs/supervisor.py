@@ -5,7 +5,8 @@ never returns while anything that it started is alive. Its signal handlers only 
 
     STARTING --all ready--> READY --SIGTERM, SIGINT--> DRAINING --no open rows--> stopped in reverse: exit 0
         drained too slowly: FAILED, the clients are told, the rest is killed: exit 0
-        a stage ends by itself, with whatever status, or hangs: it alone is started again, in a new epoch
+        a stage ends by itself, with whatever status, or hangs: it alone is started again, in a new epoch; its standby
+            takes its place if there is one (`standbys`)
         it cannot start at all, or dies too often in a row: FAILED, the clients are told, the rest is killed: exit 1
         a second signal, not in the same breath: everything is killed at once: exit 128 + its number
 """
@@ -23,10 +24,11 @@ from typing import Protocol
 
 from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
 from procs.log_line import LogLine
-from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, Pulse, look_at
+from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, Pulse, is_sound, look_at
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import StageProcess
+from procs.standbys import Standbys
 from shm.config import ServerConfig
 from shm.control import DRAINING, READY, STARTING
 from shm.faults import fault
@@ -96,6 +98,7 @@ class Supervisor:
         self._deaths = {spec.stage: Deaths(spec) for spec in specs}
         self._obituaries = Obituaries(self._counter)
         self._due_s: dict[str, float] = {}  # stages that wait for their next start, and until when
+        self._sound: set[str] = set()  # stages whose last process left its memory as it should be
         self._pulses: dict[str, Pulse] = {}
         self._looked_s = 0.0  # at them
         self._signals = SignalPipe()
@@ -112,11 +115,14 @@ class Supervisor:
         self._memory = ServerMemory(self._config)
         self._stats = self._memory.stats.writer("supervisor")
         self._line = LogLine(self._memory.stats, self._config.log_seconds)
+        specs = self._specs if self._config.standby else ()
+        self._standbys = Standbys(specs, partial(self._spawn, standby=True), self._stats, report.note)
         failure: StageFailed | None = None
         status = 0
         try:
             with self._signals, selectors.DefaultSelector() as self._selector:
                 self._selector.register(self._signals, selectors.EVENT_READ, self._take_signals)
+                self._standbys.watch_with(self._selector)
                 try:
                     self._serve()
                 except StageFailed as error:
@@ -160,14 +166,22 @@ class Supervisor:
 
     def _start(self, spec: ChildSpec) -> StageProcess:
         control = self._memory.control
-        control.set_epoch(spec.stage, control.epoch(spec.stage) + 1)
-        env = child_environment(spec, self._config, self._environ)
-        child = StageProcess(spec, self._memory, env, self._listener.fileno())
+        epoch = control.epoch(spec.stage) + 1
+        if spec.stage not in self._sound:
+            control.set_memory(spec.stage, epoch)  # before the epoch: whoever sees that knows what is left
+        control.set_epoch(spec.stage, epoch)
+        standby = self._standbys.take(spec.stage)
+        if standby is not None:
+            standby.take_over(epoch)
+        child = standby or self._spawn(spec)
         control.set_pid(spec.stage, child.pid)
         self._pulses[spec.stage] = Pulse(partial(look_at, child.pid))
-        self._selector.register(child.ready_fd, selectors.EVENT_READ, lambda: self._hear(child))
-        self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: self._died(child))
+        child.watch(self._selector, partial(self._hear, child), partial(self._died, child))
         return child
+
+    def _spawn(self, spec: ChildSpec, standby: bool = False) -> StageProcess:
+        env = child_environment(spec, self._config, self._environ)
+        return StageProcess(spec, self._memory, env, self._listener.fileno(), standby)
 
     def _until(self, condition: Callable[[], bool], look: Callable[[], float | None] = lambda: None) -> None:
         """Handle what comes until `condition()`. `look` is called every turn; it returns the seconds to the next."""
@@ -200,23 +214,18 @@ class Supervisor:
 
     def _died(self, child: StageProcess) -> None:
         assert child.wait_exit(0)
-        self._forget(child)
+        child.unwatch(self._selector)
         self._lost(child, child.how_it_ended())
 
-    def _forget(self, child: StageProcess) -> None:
-        """Watch it no more."""
-        for fd in (child.ready_fd, child.pidfd):
-            if fd in self._selector.get_map():
-                self._selector.unregister(fd)
-
-    def _lost(self, child: StageProcess, reason: str) -> None:
+    def _lost(self, child: StageProcess, reason: str, hung: str = "") -> None:
         """A stage is dead, or has to be: bury it, and have it started again. Raises StageFailed where that is no use:
-        for what it says itself before the server is ready, and for deaths that are too many.
+        for what it says itself before the server is ready, and for deaths that are too many. hung: why it is killed.
         """
         self._stats.add("deaths_total")
-        self._forget(child)
-        child.reap()
-        stage, now_s = child.stage, time.monotonic()
+        child.unwatch(self._selector)
+        stage, status, now_s = child.stage, child.reap(), time.monotonic()
+        sound = is_sound(stage, self._config.device, status, child.error, hung)
+        (self._sound.add if sound else self._sound.discard)(stage)
         self._memory.control.died(stage, reason)
         fault("supervisor.stage_buried")
         if child.error and self._memory.control.state == STARTING:
@@ -261,7 +270,13 @@ class Supervisor:
             self._looked_s = now_s
             self._feel_pulses(now_s)
             self._note(self._obituaries.due(now_s))
+            self._standbys.look(now_s, self._calm_since_s())
         return max(0.0, min(self._looked_s + LOOK_SECONDS, *self._due_s.values(), now_s + LOOK_SECONDS) - now_s)
+
+    def _calm_since_s(self) -> float | None:
+        """Since when every stage serves; None while one does not, and while the server starts or ends."""
+        serve = self._memory.control.state == READY and all(c.is_ready and not c.exited for c in self._children)
+        return max(child.ready_s for child in self._children) if serve else None
 
     def _feel_pulses(self, now_s: float) -> None:
         control = self._memory.control
@@ -272,7 +287,7 @@ class Supervisor:
             reason = self._pulses[child.stage].hangs(now_s, beat_ns)
             if reason is not None:
                 self._stats.add("hangs_total")
-                self._lost(child, reason)
+                self._lost(child, reason, hung=reason)
 
     def _note(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -355,6 +370,7 @@ class Supervisor:
                 child.wait_exit(TELL_CLIENTS_SECONDS)
 
     def _bury(self) -> None:
+        self._standbys.bury()
         for child in self._children:
             child.kill()
         for child in self._children:

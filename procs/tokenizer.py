@@ -179,6 +179,7 @@ class TokenizerStage:
             assert left, "whoever says so has set the row's abort flag before"
 
     def _tokenize(self, message: Message) -> Work | None:
+        self._ask(message)
         chat = message.get("messages") is not None
         special = message.get("add_special_tokens")
         text = self._text(message, message.get("add_generation_prompt") is not False)
@@ -186,14 +187,25 @@ class TokenizerStage:
         return Work(text, add, partial(self._tokenized, message), question=message["id"])
 
     def _tokenized(self, message: Message, ids: list[int]) -> None:
-        self._frontend.send({"ev": "tokenized", "id": message["id"], "tokens": ids, "count": len(ids)})
+        self._answer({"ev": "tokenized", "id": message["id"], "tokens": ids, "count": len(ids)})
 
     def _detokenize(self, message: Message) -> None:
+        self._ask(message)
         ids = check_ids(message["tokens"], self._vocab_size, "tokens")
         self._encoder.decode(ids, partial(self._detokenized, message), message["id"])
 
     def _detokenized(self, message: Message, text: str) -> None:
-        self._frontend.send({"ev": "detokenized", "id": message["id"], "text": text})
+        self._answer({"ev": "detokenized", "id": message["id"], "text": text})
+
+    @staticmethod
+    def _ask(question: Message) -> None:
+        """A question has come. What tells it from others is how long it is: characters, ids or messages."""
+        asked = [question.get(name) for name in ("prompt", "messages", "tokens")]
+        fault("tokenizer.question_taken", lambda: [len(one) for one in asked if isinstance(one, str | list)])
+
+    def _answer(self, answer: Message) -> None:
+        self._frontend.send(answer)
+        fault("tokenizer.question_answered")
 
     def _cancel(self, message: Message) -> None:
         self._encoder.cancel(message["id"])
@@ -293,6 +305,9 @@ def main() -> None:
             tokenizer, template = load_tokenizer(model.path), load_template(model.path)
         except (ModelError, TemplateBroken) as error:
             raise child.StartupError(f"{model.path}: {error}") from error
+        encoder = PromptEncoder(tokenizer, bell.kick)
+        gc.freeze()  # the vocabulary lives as long as the process: no need to look through it ever again
+        stage.take_over()
 
         def wait_for(condition: Callable[[], bool]) -> bool:
             while not stage.stopping:
@@ -309,7 +324,7 @@ def main() -> None:
             stage.ledger,
             stage.ring_producer("intake"),
             frontend,
-            PromptEncoder(tokenizer, bell.kick),
+            encoder,
             template,
             stage.stats_writer(),
             stage.trace(),
@@ -318,7 +333,6 @@ def main() -> None:
         poller = zmq.Poller()
         poller.register(receiver.socket, zmq.POLLIN)
         poller.register(bell.fileno(), zmq.POLLIN)
-        gc.freeze()  # the vocabulary lives as long as the process: no need to look through it ever again
         stage.ready()
         while not stage.stopping:
             stage.beat()

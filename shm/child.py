@@ -3,7 +3,10 @@
 Owns the boot record, the signals and the lines on the ready pipe. It knows nothing of what a stage does, and it may
 never let a stage end by an error without having written the reason to the pipe.
 
-The ready pipe carries one JSON object a line: {"event": "progress" | "ready" | "error", "text": ...}.
+A standby is a process that was started before it is needed. Until `take_over` it has no epoch: another process is the
+stage, so it may write nothing that others read, take no end of a ring, and rely on nothing that changes.
+
+The ready pipe carries one JSON object a line: {"event": "progress" | "prepared" | "ready" | "error", "text": ...}.
 """
 
 from __future__ import annotations
@@ -35,6 +38,9 @@ from shm.segment import Segment
 from shm.stats import Stats, StatsWriter
 from shm.trace import Trace, TraceWriter
 
+WORD_BYTES = 8
+STANDBY_TITLE = " (standby)"  # behind the title of its stage
+
 _PR_SET_PDEATHSIG = 1
 _TEXT_CHARS_MAX = 600
 _prctl = ctypes.PyDLL(None, use_errno=True).prctl
@@ -49,7 +55,7 @@ class Boot:
     """Everything a stage needs to start, by value or as the number of an inherited descriptor."""
 
     stage: str
-    epoch: int
+    epoch: int  # 0 = a standby's: it comes with the word
     config: ServerConfig
     segments: dict[str, tuple[int, int]]  # name: descriptor, bytes
     doorbells: dict[str, int]  # stage: eventfd
@@ -57,7 +63,10 @@ class Boot:
     listen_fd: int | None
     channels: dict[str, str]  # receiving stage: address
     supervisor_pid: int
-    weights: tuple[int, int] | None = None  # the gpu process's on the host device: descriptor, bytes
+    # Descriptor and bytes of what outlives the gpu process on the host device.
+    weights: tuple[int, int] | None = None
+    kv: tuple[int, int] | None = None
+    word_fd: int | None = None  # a standby's: the pipe on which the word to take over comes, an epoch of WORD_BYTES
 
     def to_memfd(self) -> int:
         """Return a memfd that holds the record; the child gets its number as `--boot-fd`. Close it after the spawn."""
@@ -73,24 +82,30 @@ class Boot:
         assert set(value) == {field.name for field in dataclasses.fields(cls)}, sorted(value)
         value["config"] = ServerConfig.from_dict(value["config"])
         value["segments"] = {name: (fd, size) for name, (fd, size) in value["segments"].items()}
-        value["weights"] = value["weights"] and tuple(value["weights"])
+        for name in ("weights", "kv"):
+            value[name] = value[name] and tuple(value[name])
         return cls(**value)
 
     @property
     def fds(self) -> list[int]:
         """Every descriptor that the record names: what the child must inherit, beside the record's own."""
         fds = [fd for fd, _ in self.segments.values()] + list(self.doorbells.values()) + [self.ready_fd]
-        fds += [] if self.weights is None else [self.weights[0]]
+        fds += [memory[0] for memory in (self.weights, self.kv) if memory is not None]
+        fds += [] if self.word_fd is None else [self.word_fd]
         return fds if self.listen_fd is None else [*fds, self.listen_fd]
 
 
 class Child:
-    """A stage that has booted. `stopping` turns True on SIGTERM, which also kicks the stage's own doorbell."""
+    """A process that has booted, and is the stage from `take_over` on: before it, nothing shared may be written.
+
+    `stopping` turns True on SIGTERM, which also kicks the stage's own doorbell; before `take_over` SIGTERM is the end.
+    """
 
     def __init__(self, record: Boot) -> None:
         self.boot = record
         self.stage = record.stage
-        self.epoch = record.epoch
+        self.epoch = 0
+        self._is_stage = False
         self.config = record.config
         self.channels = record.channels
         self.listen_fd = record.listen_fd
@@ -101,18 +116,46 @@ class Child:
         self.ledger = Ledger(self.segments["ledger"], self.config.rows, self.config.max_len)
         self.doorbells = {stage: self.control.doorbell(stage, fd) for stage, fd in record.doorbells.items()}
         self.own_doorbell = self.doorbells[self.stage]
-        self.own_doorbell.disarm()  # the predecessor may have died waiting
         self._trace = Trace(self.segments["trace"])
         self._ring_specs = ring_specs(self.config)
 
+    @property
+    def is_standby(self) -> bool:
+        """Whether another process is the stage, or is dead and this one has not heard of it."""
+        return not self._is_stage and self.boot.word_fd is not None
+
+    def take_over(self) -> None:
+        """Become the stage: a standby once it has the word, for which it waits as long as it takes.
+
+        Whoever is the stage already is left alone.
+        """
+        if self._is_stage:
+            return
+        word_fd = self.boot.word_fd
+        self.epoch = self.boot.epoch if word_fd is None else self._await_word(word_fd)
+        self._is_stage = True
+        FAULTS.epoch = self.epoch
+        self.own_doorbell.disarm()  # the predecessor may have died waiting
+
+    def _await_word(self, word_fd: int) -> int:
+        self._tell("prepared", "")
+        word = os.read(word_fd, WORD_BYTES)
+        if not word:  # nobody is left who could say it
+            os._exit(0)
+        os.close(word_fd)
+        setproctitle.setproctitle(f"stepahead: {self.stage}")
+        return int.from_bytes(word, "little")
+
     def ring_producer(self, name: str) -> RingProducer:
         """Become the producer of a ring; only its stage may, once."""
+        self._require_stage()
         spec = self._ring_specs[name]
         assert spec.producer == self.stage, (name, self.stage)
         return self._ring(name, spec).attach_producer()
 
     def ring_consumer(self, name: str) -> RingConsumer:
         """Become the consumer of a ring; only its stage may, once."""
+        self._require_stage()
         spec = self._ring_specs[name]
         assert spec.consumer == self.stage, (name, self.stage)
         return self._ring(name, spec).attach_consumer()
@@ -123,11 +166,16 @@ class Child:
 
     def trace(self, lane: int = 0) -> TraceWriter:
         """Return the writer of one of the stage's lanes, for one thread."""
+        self._require_stage()
         return self._trace.writer(self.stage, lane)
 
     def stats_writer(self) -> StatsWriter:
         """Return the writer of the stage's own block."""
+        self._require_stage()
         return self.stats.writer(self.stage)
+
+    def _require_stage(self) -> None:
+        assert self._is_stage, "not before the take-over: another process may be the stage"
 
     def beat(self) -> None:
         """Give a sign of life."""
@@ -139,6 +187,7 @@ class Child:
 
     def ready(self, text: str = "") -> None:
         """Tell the supervisor that the stage serves."""
+        self._require_stage()
         self.beat()
         self._tell("ready", text)
 
@@ -150,12 +199,14 @@ class Child:
         _write_line(self.boot.ready_fd, event, text)
 
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
+        if not self._is_stage:
+            os._exit(0)  # it has nothing to finish
         self.stopping = True
         self.own_doorbell.kick()
 
 
 def boot(argv: Sequence[str] | None = None) -> Child:
-    """Turn this process into the stage that its boot record names (argv: ... --boot-fd N).
+    """Turn this process into the one that its boot record names (argv: ... --boot-fd N): a stage, or its standby.
 
     From here on the process dies with the supervisor, SIGINT is ignored (the supervisor decides), and an uncaught
     exception in any thread is an error line and exit status 1.
@@ -166,11 +217,10 @@ def boot(argv: Sequence[str] | None = None) -> Child:
     sys.excepthook = _excepthook(record.ready_fd)
     threading.excepthook = _thread_excepthook(record.ready_fd)
     assert record.stage in STAGES, record.stage
-    FAULTS.epoch = record.epoch
     for fd in record.fds:
         os.set_inheritable(fd, False)  # a process that the stage starts gets none of them
     _die_with(record.supervisor_pid)
-    setproctitle.setproctitle(f"stepahead: {record.stage}")
+    setproctitle.setproctitle(f"stepahead: {record.stage}" + ("" if record.word_fd is None else STANDBY_TITLE))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = Child(record)
     signal.signal(signal.SIGTERM, child._on_sigterm)

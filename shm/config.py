@@ -133,6 +133,7 @@ class ServerConfig(_Json):
     window: int = 1  # tokens of a decode row in one step: its newest one, and the drafts behind it
     draft_when: Literal["auto", "always"] = "auto"  # auto: while it is measured to pay
     ngram_shared: bool = False  # drafts may come from what other requests have read and written
+    standby: bool = True  # for every stage a process waits that has been started already
     threads: int  # of the host device, for computing
     poison: bool = False  # debugging: relay entries with nothing to read are marked, and reading one is an error
     check_order: bool = False  # debugging: every access on the device is checked for the order that it needs

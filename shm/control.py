@@ -32,7 +32,7 @@ _STATE, _FAILURE_BYTES = 8, 9
 _FAILURE_TEXT = 128  # bytes; FAILURE_BYTES_MAX long
 # Two lines for every stage, behind the header
 _STAGE_WORDS = 2 * _LINE_WORDS
-_EPOCH, _PID, _RESTARTS, _SERVES, _DEATHS = range(5)  # writer: supervisor
+_EPOCH, _PID, _RESTARTS, _SERVES, _DEATHS, _MEMORY = range(6)  # writer: supervisor
 _WAITING, _HEARTBEAT_NS, _HEARS, _AT_WORK = range(_LINE_WORDS, _LINE_WORDS + 4)  # writer: the stage
 _BASE = HEADER_BYTES // 8
 # Behind the stages' lines: why each of them died, twice, so that the newest text stands still while another is written.
@@ -40,7 +40,7 @@ _REASONS = HEADER_BYTES + len(STAGES) * _STAGE_WORDS * 8
 _REASON_BYTES = 4 * CACHE_LINE_BYTES  # zero behind the text
 _SCHEMA = schema_hash(
     f"{STAGES} {_STATE} {_FAILURE_BYTES} {_FAILURE_TEXT} {_STAGE_WORDS} {_WAITING} {_HEARTBEAT_NS} {_HEARS} "
-    f"{_AT_WORK} {_DEATHS} {_REASON_BYTES}"
+    f"{_AT_WORK} {_DEATHS} {_MEMORY} {_REASON_BYTES}"
 )
 
 assert _FAILURE_TEXT + FAILURE_BYTES_MAX <= HEADER_BYTES
@@ -98,6 +98,12 @@ class Control:
         """The epoch in which the stage was last ready; below `epoch` while it is down or starting."""
         return self.words[_word(stage, _SERVES)]
 
+    def memory(self, stage: str) -> int:
+        """The epoch since which the memory that outlives a process of the stage has been sound: its own, or that of a
+        predecessor whose work it may go on with. Stored before `epoch`.
+        """
+        return self.words[_word(stage, _MEMORY)]
+
     def deaths(self, stage: str) -> int:
         """How often the stage has died, or was killed because it hung."""
         return self.words[_word(stage, _DEATHS)]
@@ -132,6 +138,10 @@ class Control:
     def set_epoch(self, stage: str, epoch: int) -> None:
         """Writer: supervisor."""
         self.words[_word(stage, _EPOCH)] = epoch
+
+    def set_memory(self, stage: str, epoch: int) -> None:
+        """Writer: supervisor, while no process of the stage lives."""
+        self.words[_word(stage, _MEMORY)] = epoch
 
     def set_pid(self, stage: str, pid: int) -> None:
         """Writer: supervisor. 0 = not running."""

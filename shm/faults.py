@@ -1,4 +1,4 @@
-"""Fault points: named places at which a test lets a stage die, stop, dawdle or fail.
+"""Fault points: named places at which a test lets a stage die, stop, hang, dawdle or fail.
 
 Off, and no more than the call of an empty function, unless the variable STEPAHEAD_FAULTS names some when the process
 starts. Owns the names and the actions; what must happen at each place is a table in ARCHITECTURE.md. It may never
@@ -8,8 +8,9 @@ change anything by itself.
 
     NAME=ACTION[@N][+SECONDS][#EPOCH][?VALUE]   or   WRONG
 
-at the N-th pass (1 if not said) of the process that has this epoch (1 if not said, * = every one); if VALUE is said, of
-those passes that concern it; if SECONDS are said, of those that come so long after the process' first pass anywhere.
+ACTION is crash, abort, segv, stop, hang, exit, raise or delay:SECONDS. It happens at the N-th pass (1 if not said) of
+the process that has this epoch (1 if not said, * = every one); if VALUE is said, of those passes that concern it; if
+SECONDS are said, of those that come so long after the process' first pass anywhere.
 A WRONG is a rule of the recovery that a stage then breaks, for whoever has to find out whether that would be noticed.
 """
 
@@ -30,6 +31,8 @@ NAMES = (
     "tokenizer.row_ready",
     "tokenizer.intake_told",
     "tokenizer.accepted_told",
+    "tokenizer.question_taken",
+    "tokenizer.question_answered",
     "scheduler.intake_taken",
     "scheduler.row_admitted",
     "scheduler.step_planned",
@@ -71,7 +74,7 @@ WRONGS = (
     "text.ignores_delivered",
 )
 _PLAN = re.compile(
-    r"([\w.]+)=(crash|abort|segv|stop|exit|raise|delay:[\d.]+)(?:@(\d+))?(?:\+([\d.]+))?(?:#(\d+|\*))?(?:\?(\d+))?"
+    r"([\w.]+)=(crash|abort|segv|stop|hang|exit|raise|delay:[\d.]+)(?:@(\d+))?(?:\+([\d.]+))?(?:#(\d+|\*))?(?:\?(\d+))?"
 )
 _SIGNALS = {"crash": signal.SIGKILL, "abort": signal.SIGABRT, "segv": signal.SIGSEGV, "stop": signal.SIGSTOP}
 
@@ -107,6 +110,8 @@ class Plan:
             os._exit(0)
         if self.action == "raise":
             raise Fault(name)
+        while self.action == "hang":
+            time.sleep(3600)  # one thread of the process; the others go on
         if self.action.startswith("delay:"):
             time.sleep(float(self.action.removeprefix("delay:")))
         else:
@@ -141,8 +146,8 @@ class Faults:
         self._first_s = 0.0
 
     def point(self, name: str, values: Values | None = None) -> None:
-        assert name in NAMES, name
         """A process passes here."""
+        assert name in NAMES, name
         now_s = time.monotonic()
         self._first_s = self._first_s or now_s
         met = [plan for plan in self._plans.get(name, ()) if plan.meets(self.epoch, now_s - self._first_s, values)]

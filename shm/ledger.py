@@ -65,8 +65,8 @@ PLANES = (
     Plane("admitted", "scheduler", "i8"),  # := generation while the row is in the batch
     Plane("begun", "scheduler", "i8"),  # := generation when the planes above were reset for it
     Plane("done", "scheduler", "i8"),  # := generation, LAST: the scheduler never touches the row again
-    # Output tokens, the one that completed a stop string included. No stage reads it: the row's end, for whoever has to
-    # find it in the ledger alone.
+    # Output tokens, the one that completed a stop string included: the row's end, for a frontend that has to find in
+    # the ledger alone whether the one before it was told.
     Plane("text_stop_count", "detokenizer", "i4"),
     Plane("text_stop", "detokenizer", "i8"),  # := generation, LAST
     Plane("in_hand", "detokenizer", "i8"),  # := generation while the row's text is made

@@ -32,7 +32,9 @@ class Names:
 
 
 TABLE: dict[str, Names] = {
-    "supervisor": Names(counters=("deaths_total", "restarts_total", "hangs_total")),
+    "supervisor": Names(
+        counters=("deaths_total", "restarts_total", "hangs_total"), gauges=("standbys", "standbys_wanted")
+    ),
     "frontend": Names(
         counters=(
             "requests_total",
@@ -77,6 +79,7 @@ TABLE: dict[str, Names] = {
             "wait_ns_total",
             "stale_results_total",
             "requeued_total",
+            "adopted_pages_total",
             "rerun_total",
             "poison_total",
         ),

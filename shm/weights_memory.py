@@ -14,16 +14,13 @@ of digest.
 
 from __future__ import annotations
 
-import ctypes
 import fcntl
-import mmap
 import os
-import weakref
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shm.huge_memory import HUGE_BYTES, HugeMapping
 from shm.limits import CACHE_LINE_BYTES, HEADER_BYTES
 from shm.segment import SEALS, LayoutError, check_sealed, memory_available_bytes
 
@@ -34,17 +31,6 @@ DIGEST_BYTES = 32
 MAGIC_AT, VERSION_AT, STATE_AT, BYTES_AT, DIGEST_AT = range(5)
 RECORD_WORDS = DIGEST_AT + DIGEST_BYTES // 8
 MAGIC = int.from_bytes(b"weights\0", "little")
-HUGE_BYTES = 2 << 20
-MADV_COLLAPSE = 25
-
-_libc = ctypes.CDLL(None, use_errno=True)
-_libc.mmap.restype = ctypes.c_void_p
-_libc.mmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int, ctypes.c_int, ctypes.c_int, ctypes.c_long]
-_libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
-_libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
-_MAP_FIXED, _MAP_POPULATE, _MAP_NORESERVE = 0x10, 0x8000, 0x4000
-_FAILED = ctypes.c_void_p(-1).value
 
 
 def create_fd(nbytes: int) -> tuple[int, int]:
@@ -61,6 +47,12 @@ def create_fd(nbytes: int) -> tuple[int, int]:
         os.close(fd)
         raise
     return fd, size
+
+
+def is_packed(fd: int, size: int, digest: bytes) -> bool:
+    """Whether `WeightsMemory` of the same would find the weights complete, and so write nothing."""
+    record = np.frombuffer(os.pread(fd, 8 * RECORD_WORDS, 0), np.uint64)
+    return _is_complete(record, size, digest)
 
 
 class WeightsMemory:
@@ -85,7 +77,9 @@ class WeightsMemory:
         self._is_clean = int(record[STATE_AT]) == EMPTY
         if not self.is_complete:
             _allocate(fd, size)
-        self._mapping = _Mapping(fd, size, writable=not self.is_complete)
+        self._mapping = HugeMapping(fd, size, writable=not self.is_complete, populate=self.is_complete)
+        if not self.is_complete:
+            self._mapping.collapse(0, size)  # where that fails, pages are small
         self._bytes = np.asarray(self._mapping)
         self._words = self._bytes[: 8 * RECORD_WORDS].view(np.uint64)
         if not self.is_complete:
@@ -145,37 +139,3 @@ def _allocate(fd: int, size: int) -> None:
         os.posix_fallocate(fd, 0, size)
     except OSError as error:
         raise MemoryError(f"the packed weights need {size >> 20} MiB: {error.strerror}") from error
-
-
-class _Mapping:
-    """The bytes as an array interface; unmapped with the last array on them. It begins at a multiple of HUGE_BYTES."""
-
-    def __init__(self, fd: int, size: int, writable: bool) -> None:
-        room = size + HUGE_BYTES
-        reserved = _map(0, room, 0, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE, -1)
-        self._unmap = weakref.finalize(self, _libc.munmap, reserved, room)
-        self._unmap.atexit = False  # threads in native code may still read it then
-        self._address = -(-reserved // HUGE_BYTES) * HUGE_BYTES
-        self._size = size
-        access = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
-        _map(self._address, size, access, mmap.MAP_SHARED | _MAP_FIXED | (0 if writable else _MAP_POPULATE), fd)
-        if writable:
-            # Whoever streams through all weights for every token feels small pages. It fails where the kernel cannot
-            # do it, or where memory is in pieces: then pages are small.
-            _libc.madvise(self._address, size, MADV_COLLAPSE)
-        self.__array_interface__: dict[str, Any] = {
-            "data": (self._address, not writable), "shape": (size,), "typestr": "|u1", "version": 3,
-        }  # fmt: skip
-
-    def protect(self) -> None:
-        """Make a write by this process its end, native code's included."""
-        if _libc.mprotect(self._address, self._size, mmap.PROT_READ) != 0:
-            raise OSError(ctypes.get_errno(), "mprotect")
-
-
-def _map(address: int, size: int, access: int, flags: int, fd: int) -> int:
-    made = _libc.mmap(address, size, access, flags, fd, 0)
-    if made is None or made == _FAILED:
-        raise MemoryError(f"mmap of {size} bytes: {os.strerror(ctypes.get_errno())}")
-    assert isinstance(made, int)
-    return made

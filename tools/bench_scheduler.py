@@ -141,6 +141,7 @@ def measure(rows: int, steps: int) -> Cost:
     try:
         memory.control.set_epoch("scheduler", 1)
         stage = Child(memory.boot_record("scheduler", write_end, None))
+        stage.take_over()
         stage.own_doorbell = others = OtherStages(memory, stage.own_doorbell, stage.doorbells)
         scheduler = Scheduler(stage)
         send_requests(memory, stage, rows)

@@ -30,10 +30,12 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from tools.bench_figures import Counters, Figures, figures, medians, paired, read_counters, table_text
+from tools.chaos_processes import is_complete, samples
 from tools.openai_stream import Lane, Timing
 
 PROMPTS = Path(__file__).with_name("data") / "sharegpt_prompts.jsonl"
 START_SECONDS_MAX = 900
+STANDBY_SECONDS_MAX = 20  # for all standbys to be prepared
 Results = dict[str, list[Figures]]  # by server name
 PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
@@ -90,6 +92,7 @@ def start(
         while process.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError):
                 get(f"{url}/ready", api_key)
+                _await_standbys(url, api_key)
                 return connect(f"stepahead {arguments}".strip(), url, api_key, process)
             time.sleep(0.2)
         status = "did not get ready" if process.returncode is None else f"ended with status {process.returncode}"
@@ -97,6 +100,13 @@ def start(
     except BaseException:
         stop(process)
         raise
+
+
+def _await_standbys(url: str, api_key: str | None) -> None:
+    """Wait a while for the last processes that a server starts, which would be measured as well. Raises OSError."""
+    deadline = time.monotonic() + STANDBY_SECONDS_MAX
+    while not is_complete(samples(get(f"{url}/metrics", api_key).decode())) and time.monotonic() < deadline:
+        time.sleep(0.1)
 
 
 def stop(process: subprocess.Popen[bytes]) -> None:

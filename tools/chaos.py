@@ -25,7 +25,7 @@ from tools.chaos_picture import picture
 from tools.chaos_processes import SUPERVISOR
 from tools.chaos_report import Phase, document_of, faults_text, phase_text, rows_of, step_ms, table_text
 from tools.chaos_requests import KINDS
-from tools.chaos_session import FAULTS_VARIABLE, Session, phases_of
+from tools.chaos_session import FAULTS_VARIABLE, RULES, Session
 
 PROMPT_CHARS_MAX = 4000
 SWITCH_S = 0.0005  # the threads that watch the dying read a clock: they may not wait long for the load's thread
@@ -60,7 +60,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw the streams with the kills")
     parser.add_argument("--log", type=Path, metavar="FILE", help="keep the server's lines, behind those that are there")
     parser.add_argument(
-        "--plant", default="", metavar="FAULTS", help=f"start the server with {FAULTS_VARIABLE} set to this"
+        "--plant",
+        default="",
+        metavar="FAULTS",
+        help=f"start the server with {FAULTS_VARIABLE} set to this: rules to break ({', '.join(RULES)}), or faults as "
+        "NAME=ACTION[@N][+SECONDS][#EPOCH][?VALUE], the names being in ARCHITECTURE.md",
     )
     parser.add_argument(
         "--expect",
@@ -122,18 +126,17 @@ async def run(options: argparse.Namespace, progress: Progress, phases: list[Phas
         bar = progress.add_task("without faults", total=count + 1)
         calm = await session.baseline(options.seed, prompts, count, options.tokens, lambda: progress.advance(bar))
         progress.remove_task(bar)
-        if not cells:
-            bar = progress.add_task("the same under load", total=count)
-            phases.append(await session.phase(None, (), str(options.seed), lambda: progress.advance(bar)))
+        again = progress.add_task("the same again", total=count)
+        phases.append(await session.phase((), str(options.seed), lambda: progress.advance(again)))
+        progress.remove_task(again)
         bar = progress.add_task("kills", total=len(cells) * options.kills, visible=bool(cells))
-        for number, (cell, kills) in enumerate(phases_of(plan(options.seed, cells, options.kills, options.apart))):
-            progress.update(bar, description=f"{cell.target}, {cell.how}")
+        for number, kills in enumerate(plan(options.seed, cells, options.kills, options.apart)):
             seed = f"{options.seed} {number}"
-            if SUPERVISOR in cell.stages:
+            if SUPERVISOR in kills[0].cell.stages:
                 phases.append(await session.supervisor_phase(kills[0], seed))
                 progress.advance(bar)
             else:
-                phases.append(await session.phase(cell, kills, seed, lambda: progress.advance(bar)))
+                phases.append(await session.phase(kills, seed, lambda: progress.advance(bar)))
             progress.console.print(phase_text(phases[-1]), soft_wrap=True)
     return step_ms(calm)
 

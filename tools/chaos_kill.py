@@ -22,6 +22,7 @@ SIGNALS = {name: getattr(signal, f"SIG{name}") for name in ("KILL", "STOP", "ABR
 HOWS = (*SIGNALS, EXIT)
 TOGETHER = "+"  # between stages that are killed together, or one while the other comes back
 APART_S = 0.5  # at most, between two that are killed together; half of them in the same breath
+KILLS_A_PHASE = 100  # of all cells in turn: many are better than few for what repeats, few for what is left behind
 LOOK_S = 0.001  # between two looks at a process that is about to be collected
 
 
@@ -63,18 +64,26 @@ def cells_of(stages: str, hows: str) -> list[Cell]:
     return [Cell(target, how) for target in targets for how in hows.split(",")]
 
 
-def plan(
-    seed: int, cells: Sequence[Cell], kills: int, wait_s: tuple[float, float]
-) -> Iterator[tuple[Cell, list[Kill]]]:
-    """`kills` of each cell; all instants from the seed. wait_s: the least and the most from recovery to kill."""
+def plan(seed: int, cells: Sequence[Cell], kills: int, wait_s: tuple[float, float]) -> Iterator[list[Kill]]:
+    """The kills of each phase, in all `kills` of each cell; their order and all instants are the seed's choice.
+
+    wait_s: the least and the most from recovery to kill. A server whose supervisor dies has one kill only.
+    """
+    rng = random.Random(seed)
+    mixed = [cell for cell in cells if SUPERVISOR not in cell.stages]
+    each = max(1, KILLS_A_PHASE // max(1, len(mixed)))
+    for done in range(0, kills if mixed else 0, each):
+        some = mixed * min(each, kills - done)
+        rng.shuffle(some)
+        yield [_kill(rng, cell, wait_s) for cell in some]
     for cell in cells:
-        rng = random.Random(f"{seed} {cell.target} {cell.how}")
-        made = []
-        for _ in range(kills):
-            wait = rng.uniform(*wait_s)
-            apart = [0.0, *(rng.choice((0.0, rng.uniform(0, APART_S))) for _ in cell.stages[1:])]
-            made.append(Kill(cell, wait, tuple(apart)))
-        yield cell, made
+        if cell not in mixed:
+            yield from ([_kill(rng, cell, wait_s)] for _ in range(kills))
+
+
+def _kill(rng: random.Random, cell: Cell, wait_s: tuple[float, float]) -> Kill:
+    apart_s = (0.0, *(rng.choice((0.0, rng.uniform(0, APART_S))) for _ in cell.stages[1:]))
+    return Kill(cell, rng.uniform(*wait_s), apart_s)
 
 
 @dataclass

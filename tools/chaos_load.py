@@ -17,6 +17,7 @@ from tools.openai_stream import Answer, Lane
 
 ABANDONED_S = 5.0  # for connections that were closed to have told so
 AFTER_FAULT_S = 0.05  # between a request that failed and the lane's next: a server that is gone is not asked in a loop
+LOOK_UP_S = 0.01  # for the loop to read what has come
 
 
 @dataclass
@@ -75,6 +76,10 @@ class Client(Lane):
         when_sent(told)
         told.answer = await self.ask(request.path, dict(request.body), timeout_s)
         told.ended_ns = time.perf_counter_ns()
+        if request.read_pause_s and self._transport is not None:
+            # A connection that ended while it did not read has to be seen as such before its next request.
+            self._read_on(self._transport)
+            await asyncio.sleep(LOOK_UP_S)
         return told
 
     def on_body(self, body: bytes) -> None:
@@ -107,6 +112,11 @@ class Load:
         self._abandoned_ns = 0  # 0 = not
         self._clients = [Client(url, api_key) for _ in range(lanes)]
         self._tasks: list[asyncio.Task[None]] = []
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether a client has still something to ask or to read."""
+        return not all(task.done() for task in self._tasks)
 
     def start(self, when_answered: Callable[[], None] = lambda: None) -> None:
         """Begin, in the running loop. `when_answered()` is called after each answer."""

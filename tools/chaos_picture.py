@@ -1,7 +1,7 @@
 """Draws a run under faults: a line for each client over time, its requests, silences and faults, and the kills.
 
-Owns the drawing, as SVG text. Pure: it is given what the report is given. A panel shows one target and signal, from
-just before its first kill on.
+Owns the drawing, as SVG text. Pure: it is given what the report is given. A panel shows one phase, from just before its
+first kill on.
 """
 
 from __future__ import annotations
@@ -33,12 +33,9 @@ NOTE = (
 )
 
 
-def picture(phases: Sequence[Phase], step_ms: float, panels: int = 8) -> str:
-    """SVG of the first `panels` targets and signals. step_ms: of the server in calm."""
-    shown: list[Phase] = []
-    for phase in phases:
-        if phase.stories and phase.cell not in [one.cell for one in shown] and len(shown) < panels:
-            shown.append(phase)
+def picture(phases: Sequence[Phase], step_ms: float, panels: int = 3) -> str:
+    """SVG of the first `panels` phases. step_ms: of the server in calm."""
+    shown = [phase for phase in phases if phase.stories][:panels]
     parts: list[str] = []
     y = 24
     for phase in shown:
@@ -65,7 +62,7 @@ def _panel(phase: Phase, top: int, step_ms: float) -> tuple[list[str], int]:
     lanes = sorted({story.told.lane for story in phase.stories})
     y_of = {lane: top + HEAD + LANE * i for i, lane in enumerate(lanes)}
     bottom = top + HEAD + LANE * len(lanes)
-    name = f"{phase.cell.target}, {phase.cell.how}" if phase.cell else "no kills"
+    name = phase.name if phase.cells else "no kills"
     parts = [f'<text x="8" y="{top + 18}">{escape(name)}</text>']
     for second in range(int(seconds) + 1):
         x = LEFT + second * scale
@@ -77,7 +74,7 @@ def _panel(phase: Phase, top: int, step_ms: float) -> tuple[list[str], int]:
         if story.told.ended_ns > first_ns and story.told.sent_ns < shown_until_ns:
             parts += _request(story, y_of[story.told.lane], x_of, least_ns)
     for strike in phase.strikes:
-        marks = [("kill", death.struck_ns, death.stage) for death in strike.deaths]
+        marks = [("kill", death.struck_ns, f"{death.stage} {death.how}") for death in strike.deaths]
         for kind, at_ns, label in [*marks, ("back", strike.recovered_ns, "")]:
             if first_ns <= at_ns <= shown_until_ns:
                 x = x_of(at_ns)

@@ -8,15 +8,17 @@ from __future__ import annotations
 
 import contextlib
 import re
+import socket
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import NamedTuple
+from urllib.parse import urlsplit
 
-from procs.child_specs import CHILD_SPECS
+from procs.child_specs import CHILD_SPECS, STANDBY_WORD
 
 PROC = Path("/proc")
-TITLE = re.compile(r"^stepahead: (\w+)")
+TITLE = re.compile(r"^stepahead: (\w+)\s*$")  # a standby's has one more word
 MODULES = {spec.module: spec.stage for spec in CHILD_SPECS}  # how a stage is called before it has a title
 SUPERVISOR = "supervisor"
 STAGES = tuple(sorted(MODULES.values()))
@@ -56,7 +58,7 @@ def below(pid: int) -> dict[int, Stat]:
 
 
 def stage_of(pid: int) -> str | None:
-    """Which stage a process is, by its title, or by its command line while it starts."""
+    """Which stage a process is, by its title, or by its command line while it starts. A standby is none."""
     try:
         line = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
     except OSError:
@@ -64,7 +66,8 @@ def stage_of(pid: int) -> str | None:
     title = TITLE.match(line)
     if title:
         return title[1]
-    return next((stage for module, stage in MODULES.items() if f"-m {module} --boot-fd" in line), None)
+    starts = (stage for module, stage in MODULES.items() if f"-m {module} --boot-fd" in line)
+    return None if line.rstrip().endswith(STANDBY_WORD) else next(starts, None)
 
 
 def stages_below(supervisor: int) -> dict[str, int]:
@@ -175,6 +178,28 @@ def is_idle(metrics: Mapping[str, float]) -> bool:
     return not any(metrics.get(f"stepahead_{name}", 0) for name in names)
 
 
+def is_complete(metrics: Mapping[str, float]) -> bool:
+    """Whether every standby that is wanted is prepared."""
+    return metrics.get("stepahead_standbys", 0) >= metrics.get("stepahead_standbys_wanted", 0)
+
+
 def restarts_of(metrics: Mapping[str, float]) -> dict[str, int]:
     """How often each stage was started again."""
     return {stage: int(metrics.get(f'stepahead_stage_restarts_total{{stage="{stage}"}}', 0)) for stage in STAGES}
+
+
+def living(processes: Mapping[int, Stat]) -> list[int]:
+    """Those that are still there and not merely dead and not yet collected."""
+    now = {pid: stat_of(pid) for pid in processes}
+    return [pid for pid, stat in now.items() if stat and stat.state not in "ZX" and stat.start == processes[pid].start]
+
+
+def is_free(url: str) -> bool:
+    """Whether a server could listen where that one did."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were open do not count
+        try:
+            probe.bind(("127.0.0.1", urlsplit(url).port or 0))
+        except OSError:
+            return False
+    return True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import math
 import re
 import statistics
 from collections.abc import Iterable, Mapping, Sequence
@@ -16,20 +17,21 @@ from typing import Any, NamedTuple
 from tools.bench_figures import aligned, percentile
 from tools.chaos_check import KINDS, Fault, kinds_of
 from tools.chaos_history import History
-from tools.chaos_kill import Cell, Strike
+from tools.chaos_kill import HOWS, Cell, Kill, Strike
 from tools.chaos_load import Told
 from tools.chaos_processes import Leaks
 
 # The server's line about a death, as its supervisor writes it.
 LINE = re.compile(r"^stepahead: (\w+) died \((.*)\), back after ([\d.]+) s in epoch (\d+); (\d+) (.*)$", re.MULTILINE)
 HEADINGS = (
-    *("stage", "signal", "kills", "requests", *KINDS, "detection", "pause", "recovery"),
+    *("stage", "signal", "kills", "requests", *KINDS, "detection", "pause", "next", "recovery"),
     *("processes", "fds", "memfd", "pages", "zombies", "rows", "restarts", "back"),
 )
-LEGEND = """requests: checked, of which so many were lost, had something missing, doubled or different
+LEGEND = """requests: under way during a kill, of which so many were lost, had something missing, doubled or different
 detection: from the signal until the supervisor had collected the process; pause: the longest silence of
-any stream around the kill; recovery: until the first token of a request sent behind the kill; each p50/p99 in ms
-processes to rows: what an idle server holds more than before, memfd in bytes; restarts: more than there were kills
+any stream around the kill; next: until the end of the longest silence of all streams together; recovery: until the
+first token of a request sent behind the kill; each p50/p99 in ms. The stage none: the same in calm, without a kill
+processes to rows: what an idle server holds more than before the phase, memfd in bytes; restarts: more than kills
 back: kills after which the server served again"""
 
 
@@ -55,17 +57,43 @@ class Story:
 
 @dataclass
 class Phase:
-    """The kills of one cell on one server, and all requests that were sent meanwhile."""
+    """Some kills of one server, one after the other, and all requests that were sent meanwhile."""
 
-    cell: Cell | None  # None: nothing is killed
-    planned: int = 0  # kills
+    planned: Sequence[Kill] = ()  # none: calm
     strikes: list[Strike] = field(default_factory=list)
+    probes: list[tuple[int, int]] = field(default_factory=list)  # in calm: when sent, and its first token; perf_counter
     stories: list[Story] = field(default_factory=list)
     leaks: Leaks = field(default_factory=Leaks)
     extra_restarts: int = 0  # more than kills
     unheard: int = 0  # 1: the server gave no metrics when all was over
     lines: list[Line] = field(default_factory=list)
     notes: list[str] = field(default_factory=list)
+
+    @property
+    def cells(self) -> list[Cell]:
+        """What is killed, and how, each once."""
+        return list(dict.fromkeys(kill.cell for kill in self.planned))
+
+    @property
+    def name(self) -> str:
+        """As it is told."""
+        cells = self.cells
+        return f"{cells[0].target}, {cells[0].how}" if len(cells) == 1 else f"{len(cells)} ways" if cells else "none"
+
+    def stories_of(self, cell: Cell | None) -> list[Story]:
+        """Those that were under way between a kill of the cell and its recovery; all of them if it is the only one.
+
+        Something wrong with a request that met no kill may be anybody's doing, and is charged to all.
+        """
+        if len(self.cells) < 2:
+            return self.stories
+        spans = [(one.at_ns, one.recovered_ns or math.inf, one.kill.cell) for one in self.strikes]
+        found = []
+        for story in self.stories:
+            met = {of for begin, end, of in spans if story.told.ended_ns > begin and story.told.sent_ns < end}
+            if cell in met or (story.faults and not met):
+                found.append(story)
+        return found
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -79,6 +107,7 @@ class Row:
     faulty: Mapping[str, int]  # requests, by kind of fault
     detection_ms: Sequence[float]
     pause_ms: Sequence[float]
+    next_ms: Sequence[float]
     recovery_ms: Sequence[float]
     leaks: Leaks
     extra_restarts: int
@@ -105,6 +134,19 @@ def silence_ms(moments_ns: Iterable[Sequence[int]], begin_ns: int, end_ns: int) 
     return max(gaps, default=0) / 1e6
 
 
+def next_ms(moments_ns: Sequence[int], begin_ns: int, end_ns: int) -> float:
+    """From `begin_ns` to the end of the longest time between two moments that reaches into begin..end; 0 for none.
+
+    moments_ns: of all streams together, in order.
+    """
+    gaps = [
+        (later - earlier, later)
+        for earlier, later in itertools.pairwise(moments_ns)
+        if later > begin_ns and earlier < end_ns
+    ]
+    return (max(gaps)[1] - begin_ns) / 1e6 if gaps else 0.0
+
+
 def step_ms(stories: Iterable[Story]) -> float:
     """The median time between two events of one stream, of clients that read at once; 0 for none."""
     gaps = [
@@ -117,30 +159,41 @@ def step_ms(stories: Iterable[Story]) -> float:
     return statistics.median(gaps) / 1e6 if gaps else 0.0
 
 
-def row_of(phases: Sequence[Phase]) -> Row:
-    """Sum up the phases of one cell."""
-    cell = phases[0].cell
-    strikes = [strike for phase in phases for strike in phase.strikes]
-    pauses = []
+def row_of(cell: Cell | None, phases: Sequence[Phase]) -> Row:
+    """Sum up what is known of one cell, or of calm. What a phase left behind is charged to all cells that it had."""
+    phases = [phase for phase in phases if (cell in phase.cells if cell else not phase.cells)]
+    strikes = [strike for phase in phases for strike in phase.strikes if strike.kill.cell == cell]
+    pauses, nexts = [], []
     for phase in phases:
-        streams = [story.told.moments_ns() for story in phase.stories if story.told.request.is_patient]
-        for strike in phase.strikes:
-            end_ns = strike.recovered_ns or max((moments[-1] for moments in streams), default=strike.at_ns)
-            pauses.append(silence_ms(streams, strike.at_ns, end_ns))
+        patient = [story.told for story in phase.stories if story.told.request.is_patient]
+        streams = [told.moments_ns() for told in patient]
+        together = sorted(moment for told in patient for moment in told.answer.times_ns)
+        last_ns = max((moments[-1] for moments in streams), default=0)
+        spans = [(sent_ns, sent_ns, first_ns) for sent_ns, first_ns in phase.probes]
+        for one in phase.strikes:
+            if one.kill.cell == cell:
+                spans.append((one.at_ns, one.deaths[-1].struck_ns, one.recovered_ns or last_ns))
+        for first_ns, begin_ns, end_ns in spans:
+            pauses.append(silence_ms(streams, first_ns, end_ns))
+            nexts.append(next_ms(together, begin_ns, end_ns))
     leaks = Leaks()
     for phase in phases:
         leaks += phase.leaks
-    deaths = [death for strike in strikes for death in strike.deaths]
-    found = [kinds_of(story.faults) for phase in phases for story in phase.stories]
+    deaths = [death for phase in phases for strike in phase.strikes for death in strike.deaths]
+    found = [kinds_of(story.faults) for phase in phases for story in phase.stories_of(cell)]
     return Row(
         stage=cell.target if cell else "none",
         signal=cell.how if cell else "-",
-        kills=sum(phase.planned for phase in phases),
+        kills=sum(kill.cell == cell for phase in phases for kill in phase.planned),
         requests=len(found),
         faulty={kind: sum(kind in kinds for kinds in found) for kind in KINDS},
-        detection_ms=[ms for death in deaths if (ms := death.detection_ms) is not None],
+        detection_ms=[ms for strike in strikes for death in strike.deaths if (ms := death.detection_ms) is not None],
         pause_ms=pauses,
-        recovery_ms=[ms for strike in strikes if (ms := strike.recovery_ms) is not None],
+        next_ms=nexts,
+        recovery_ms=[
+            *((first_ns - sent_ns) / 1e6 for phase in phases for sent_ns, first_ns in phase.probes),
+            *(ms for strike in strikes if (ms := strike.recovery_ms) is not None),
+        ],
         leaks=leaks,
         extra_restarts=sum(phase.extra_restarts for phase in phases),
         unheard=sum(phase.unheard for phase in phases),
@@ -150,11 +203,11 @@ def row_of(phases: Sequence[Phase]) -> Row:
 
 
 def rows_of(phases: Sequence[Phase]) -> list[Row]:
-    """A row for each cell, in the order in which they began."""
-    by_cell: dict[Cell | None, list[Phase]] = {}
-    for phase in phases:
-        by_cell.setdefault(phase.cell, []).append(phase)
-    return [row_of(of_cell) for of_cell in by_cell.values()]
+    """A row for calm, then one for each cell, stage by stage."""
+    cells = {cell for phase in phases for cell in phase.cells}
+    order = sorted(cells, key=lambda cell: (cell.target, HOWS.index(cell.how)))
+    calm = [row_of(None, phases)] if any(not phase.cells for phase in phases) else []
+    return calm + [row_of(cell, phases) for cell in order]
 
 
 def lines_in(log: str) -> list[Line]:
@@ -170,7 +223,7 @@ def table_text(rows: Sequence[Row], step: float) -> str:
     body = [
         (
             *(row.stage, row.signal, str(row.kills), str(row.requests), *(str(row.faulty[kind]) for kind in KINDS)),
-            *(_quantiles(row.detection_ms), _quantiles(row.pause_ms), _quantiles(row.recovery_ms)),
+            *(_quantiles(times) for times in (row.detection_ms, row.pause_ms, row.next_ms, row.recovery_ms)),
             *(
                 str(getattr(row.leaks, name))
                 for name in ("processes", "fds", "memfd_bytes", "pages", "zombies", "rows")
@@ -184,22 +237,22 @@ def table_text(rows: Sequence[Row], step: float) -> str:
 
 def phase_text(phase: Phase) -> str:
     """A line for one phase, while others are still to come."""
-    row = row_of([phase])
-    faulty = ", ".join(f"{count} {kind}" for kind, count in row.faulty.items())
-    return f"{row.stage}, {row.signal}: {row.recovered} of {row.kills} served again; {row.requests} requests, {faulty}"
+    back = sum(strike.recovered_ns > 0 for strike in phase.strikes)
+    found = [kinds_of(story.faults) for story in phase.stories]
+    faulty = ", ".join(f"{sum(kind in kinds for kinds in found)} {kind}" for kind in KINDS)
+    return f"{phase.name}: {back} of {len(phase.planned)} served again; {len(found)} requests, {faulty}"
 
 
 def faults_text(phases: Sequence[Phase], most: int = 20) -> str:
     """A line for each faulty request, the first ones."""
     lines = []
     for phase in phases:
-        name = f"{phase.cell.target} {phase.cell.how}" if phase.cell else "none"
-        lines += [f"{name}: {note}" for note in phase.notes]
+        lines += [f"{phase.name}: {note}" for note in phase.notes]
         for story in phase.stories:
             for fault in story.faults[:1]:
                 what = f"{fault.kind} {fault.what} x{fault.count} in choice {fault.choice}"
                 asked = f"request {story.told.request.number} ({story.told.request.kind})"
-                lines.append(f"{name}: {asked}: {what}: {fault.detail}")
+                lines.append(f"{phase.name}: {asked}: {what}: {fault.detail}")
     more = [f"and {len(lines) - most} more"] if len(lines) > most else []
     return "\n".join([*lines[:most], *more])
 
@@ -218,8 +271,7 @@ def document_of(phases: Sequence[Phase], step: float, about: Mapping[str, Any]) 
         "notes": [note for phase in phases for note in phase.notes],
         "faults": [
             {
-                "stage": phase.cell.target if phase.cell else "none",
-                "signal": phase.cell.how if phase.cell else "-",
+                "kills": phase.name,
                 "request": story.told.request.number,
                 "request_kind": story.told.request.kind,
                 **dataclasses.asdict(fault),
@@ -235,7 +287,7 @@ def document_of(phases: Sequence[Phase], step: float, about: Mapping[str, Any]) 
 def _row_document(row: Row) -> dict[str, Any]:
     times = {
         f"{name}_p{share}": percentile(values, share) if values else None
-        for name in ("detection_ms", "pause_ms", "recovery_ms")
+        for name in ("detection_ms", "pause_ms", "next_ms", "recovery_ms")
         if (values := getattr(row, name)) is not None
         for share in (50, 99)
     }

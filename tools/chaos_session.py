@@ -9,44 +9,51 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import orjson
 
 from tools.bench_serve import BenchError, Server, get, start, stop
 from tools.chaos_check import check
 from tools.chaos_history import History
-from tools.chaos_kill import Cell, Death, Kill, Strike, Victim, find
+from tools.chaos_kill import Death, Kill, Strike, Victim, find
 from tools.chaos_load import Load, Told
 from tools.chaos_processes import (
     SUPERVISOR,
     Holdings,
     Leaks,
-    Stat,
     below,
     holdings_of,
+    is_complete,
+    is_free,
     is_idle,
     leaks_between,
+    living,
     restarts_of,
     samples,
-    stat_of,
 )
 from tools.chaos_report import Phase, Story, lines_in
 from tools.chaos_requests import Request, in_turn, probe_of, requests_of, with_stop
 
-SETTLE_S = 10.0  # after a load, for the server to become idle and to hold what it held before
+SETTLE_S = 20.0  # after a load, for the server to become idle and to hold what it held before, standbys included
 BURIAL_S = 2.0  # for the processes of a server that has ended to be gone
 LOOK_S = 0.005  # between two looks at whether a successor is there
 AGAIN_S = 0.05  # between two probes
+CALM_S = 0.2  # between two that are not to disturb
 LINES_S = 0.5  # behind the last kill, for the log to tell of it
 CUTTERS = ("frontend", SUPERVISOR)  # whose death ends connections
 
 FAULTS_VARIABLE = "STEPAHEAD_FAULTS"  # what the server plants in itself; its words are not looked into here
+# Rules of the server's recovery that it can be told to break, for the help; `shm.faults` owns them.
+RULES = (
+    "scheduler.counts_before_tokens",
+    "scheduler.takes_old_results",
+    "gpu.runs_old_steps",
+    "text.ignores_delivered",
+)
 
 
 class Session:
@@ -126,19 +133,22 @@ class Session:
         self._requests = [by_number.get(one.number, one) for one in self._requests]
         return stories
 
-    async def phase(self, cell: Cell | None, kills: Sequence[Kill], seed: str, advance: Callable[[], None]) -> Phase:
+    async def phase(self, kills: Sequence[Kill], seed: str, advance: Callable[[], None]) -> Phase:
         """Put the server under load, kill as planned, wait until all is answered, and count what is left behind.
 
-        Without kills every request is asked once more. `advance()` is called after each kill, or else each answer.
+        Without kills every request is asked once more, and probes beside them. `advance()` is called after each kill,
+        or else each answer.
         """
-        metrics = self._metrics()
+        metrics = await self._complete()
         before, restarts, said = holdings_of(self._supervisor, metrics), restarts_of(metrics), self._log.stat().st_size
         turns = in_turn(self._requests, seed)
         source = turns if kills else (next(turns) for _ in self._requests)
         load = Load(self.server.url, self._api_key, source, self._streams, self._timeout_s)
-        phase = Phase(cell, len(kills))
+        phase = Phase(kills)
         load.start(lambda: None if kills else advance())
         try:
+            if not kills:
+                await self._probe_calmly(load, phase)
             for kill in kills:
                 await asyncio.sleep(kill.wait_s)
                 strike = await self._strike(load, kill, phase)
@@ -163,7 +173,7 @@ class Session:
         server, supervisor = self.server, self._supervisor
         assert server.process is not None
         load = Load(server.url, self._api_key, in_turn(self._requests, seed), self._streams, self._timeout_s)
-        phase = Phase(kill.cell, 1)
+        phase = Phase([kill])
         load.start()
         try:
             await asyncio.sleep(kill.wait_s)
@@ -174,10 +184,10 @@ class Session:
             strike = Strike(kill, [death])
             phase.strikes.append(strike)
             deadline_s = time.monotonic() + BURIAL_S
-            while (left := _living(children)) and time.monotonic() < deadline_s:
+            while (left := living(children)) and time.monotonic() < deadline_s:
                 await asyncio.sleep(LOOK_S)
             load.stop()
-            if not left and _is_free(server.url):
+            if not left and is_free(server.url):
                 strike.recovered_ns = time.perf_counter_ns()
             else:
                 phase.notes.append(f"{len(left)} processes are left, or the port is not free")
@@ -268,6 +278,14 @@ class Session:
             await asyncio.sleep(AGAIN_S)
         return 0
 
+    async def _probe_calmly(self, load: Load, phase: Phase) -> None:
+        """What those probes meet that are sent behind a kill, without one."""
+        assert self._probe is not None
+        while load.is_busy:
+            told = await load.probe(self._probe, self._timeout_s)
+            phase.probes += [(told.sent_ns, first_ns) for first_ns in told.answer.times_ns[:1]]
+            await asyncio.sleep(CALM_S)
+
     def _judge(self, told: Sequence[Told], strikes: Sequence[Strike]) -> list[Story]:
         cuts = [
             (death.struck_ns, strike.recovered_ns or time.perf_counter_ns())
@@ -310,9 +328,16 @@ class Session:
         while True:
             metrics = self._metrics()
             leaks = leaks_between(before, holdings_of(self._supervisor, metrics))
-            if (is_idle(metrics) and not leaks) or time.monotonic() > deadline_s:
+            if (is_idle(metrics) and is_complete(metrics) and not leaks) or time.monotonic() > deadline_s:
                 return leaks
             await asyncio.sleep(AGAIN_S)
+
+    async def _complete(self) -> dict[str, float]:
+        """The metrics once all standbys are prepared; waits a while for them."""
+        deadline_s = time.monotonic() + SETTLE_S
+        while not is_complete(metrics := self._metrics()) and time.monotonic() < deadline_s:
+            await asyncio.sleep(AGAIN_S)
+        return metrics
 
     def _metrics(self) -> dict[str, float]:
         """Blocks, which is no harm while no load runs. Raises BenchError where there are none."""
@@ -329,25 +354,3 @@ class Session:
         if self._server is not None and self._server.process is not None:
             stop(self._server.process)
         self._server = None
-
-
-def _living(processes: Mapping[int, Stat]) -> list[int]:
-    """Those that are still there and not merely dead and not yet collected."""
-    now = {pid: stat_of(pid) for pid in processes}
-    return [pid for pid, stat in now.items() if stat and stat.state not in "ZX" and stat.start == processes[pid].start]
-
-
-def _is_free(url: str) -> bool:
-    with socket.socket() as probe:
-        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)  # connections that were open do not count
-        try:
-            probe.bind(("127.0.0.1", urlsplit(url).port or 0))
-        except OSError:
-            return False
-    return True
-
-
-def phases_of(planned: Iterator[tuple[Cell, list[Kill]]]) -> Iterator[tuple[Cell, list[Kill]]]:
-    """The planned phases; a server whose supervisor dies has one kill only."""
-    for cell, kills in planned:
-        yield from ((cell, [kill]) for kill in kills) if SUPERVISOR in cell.stages else [(cell, kills)]

@@ -3,6 +3,10 @@
 Owns the protocol alone. A drafter queues its work inside the step, on the forward stream, and keeps what it needs from
 one step to the next on the device: no result has to reach the CPU. Whatever it drafts, right or wrong, changes how many
 tokens a row gains and never which ones.
+
+What it keeps of a page outlives rows and, on the host device, the process; so it depends on nothing but the tokens up
+to the page's end, and the one behind where that is in the key (`procs.prefix_cache`), and it comes from
+`gpu.models.caches`. What it keeps of an entry is made again by the chunks that an admission begins with.
 """
 
 from collections.abc import Callable

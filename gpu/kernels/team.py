@@ -19,6 +19,8 @@ import ctypes
 import os
 import threading
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -204,6 +206,7 @@ class Team:
             raise ValueError(f"a team needs at least one thread and at most {HELPERS_MAX + 1}, not {threads}")
         self.threads = threads
         self._busy = threading.Lock()
+        self._rests = False
         self._blocks: list[npt.NDArray[Any]] = []
         control = aligned((CONTROL_BYTES,), np.uint8)
         self._control = control
@@ -229,12 +232,23 @@ class Team:
 
     def run(self, job: Entry, block: npt.NDArray[np.int64]) -> None:
         """Run `job(worker, block, control, first)` to its end. Raises RuntimeError when a job is running."""
+        if self._rests:
+            return
         if not self._busy.acquire(blocking=False):
             raise RuntimeError("the team is busy: one job at a time")
         try:
             self._lead(self._control.ctypes.data, job.compile(), block.ctypes.data, len(self._members))
         finally:
             self._busy.release()
+
+    @contextmanager
+    def rest(self) -> Iterator[None]:
+        """Inside of it no job is run: what one would have written is left as it was."""
+        self._rests = True
+        try:
+            yield
+        finally:
+            self._rests = False
 
     def close(self) -> None:
         """End the helpers and wait for them. Idempotent."""

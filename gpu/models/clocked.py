@@ -19,6 +19,7 @@ from gpu.device.protocol import DeviceError
 from gpu.kernels.clock import TIMESPEC_BYTES, now_ns, wait_until
 from gpu.kernels.native import host_kernel, kernel
 from gpu.kernels.step_kernels import Extents
+from gpu.models.caches import Caches, OwnCaches
 from shm.clocked_file import ClockedFile, open_clock, times_ns
 from shm.config import ServerConfig
 
@@ -118,8 +119,9 @@ def pass_time(pass_ns: Any, work: Any) -> None:
 class ClockedModel:
     """See `gpu.step.Model`. The cache is both of the caches; the other one is empty of meaning."""
 
-    def __init__(self, config: ServerConfig, file: ClockedFile) -> None:
-        self.k_cache: Words = np.zeros((config.pages, config.page_size), np.uint64)
+    def __init__(self, config: ServerConfig, file: ClockedFile, caches: Caches | None = None) -> None:
+        """caches: where its cache lives, if not in its own memory."""
+        self.k_cache: Words = (caches or OwnCaches()).array((config.pages, config.page_size), np.uint64)
         self.v_cache: Words = np.zeros((1, 1), np.uint64)
         self.seed = np.uint64(file.seed)
         self.share = np.uint64(round(file.accept * int(SHARES)))

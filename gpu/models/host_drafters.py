@@ -14,6 +14,7 @@ import numpy.typing as npt
 
 from gpu.kernels.gemm import activation_limit
 from gpu.models import draft_passes, words
+from gpu.models.caches import Caches
 from gpu.models.drafter_weights import DrafterWeights
 from gpu.models.llama import HostLlama, Int32, Progress, Weights
 from gpu.models.packed_weights import PackedWeights
@@ -27,10 +28,15 @@ class _HostDrafter(HostLlama):
     """What both have in common: tokens, and states of the target, go through matrices of their own."""
 
     def __init__(
-        self, target: HostLlama, target_weights: Weights, file: DrafterFile, packed: PackedWeights | None = None
+        self,
+        target: HostLlama,
+        target_weights: Weights,
+        file: DrafterFile,
+        packed: PackedWeights | None = None,
+        caches: Caches | None = None,
     ) -> None:
-        """target_weights: those of the target, of whose head the rows of the draft vocabulary are kept. packed: as for
-        the target, and behind its own.
+        """target_weights: those of the target, of whose head the rows of the draft vocabulary are kept. packed and
+        caches: as for the target, and behind its own.
 
         Raises ModelError, naming the reason, for a drafter of another model.
         """
@@ -52,6 +58,7 @@ class _HostDrafter(HostLlama):
             team=target.team,
             widest=self.parts * target.info.hidden_size,
             packed=packed,
+            caches=caches,
         )
 
     def _load(self, weights: Any, progress: Progress | None) -> None:
@@ -100,10 +107,15 @@ class HostMtp(_HostDrafter):
     """
 
     def __init__(
-        self, target: HostLlama, target_weights: Weights, file: DrafterFile, packed: PackedWeights | None = None
+        self,
+        target: HostLlama,
+        target_weights: Weights,
+        file: DrafterFile,
+        packed: PackedWeights | None = None,
+        caches: Caches | None = None,
     ) -> None:
         """See above."""
-        super().__init__(target, target_weights, file, packed)
+        super().__init__(target, target_weights, file, packed, caches)
         self._pass = self._joined = draft_passes.JOINED[target.dtype]
         self._learn, self._resumed = draft_passes.LEARN[target.dtype], draft_passes.RESUMED[target.dtype]
         for job in (self._joined, self._learn, self._resumed):
@@ -135,10 +147,15 @@ class HostDflash(_HostDrafter):
     """
 
     def __init__(
-        self, target: HostLlama, target_weights: Weights, file: DrafterFile, packed: PackedWeights | None = None
+        self,
+        target: HostLlama,
+        target_weights: Weights,
+        file: DrafterFile,
+        packed: PackedWeights | None = None,
+        caches: Caches | None = None,
     ) -> None:
         """See above."""
-        super().__init__(target, target_weights, file, packed)
+        super().__init__(target, target_weights, file, packed, caches)
         self.mask = file.mask
         self._pass = draft_passes.JOINED[target.dtype]
         self._know = draft_passes.KNOW[target.dtype]

@@ -20,6 +20,7 @@ from gpu.kernels.packing import PACK, Packer
 from gpu.kernels.sampling import sample_rows
 from gpu.kernels.team import ENTRIES, Team, aligned
 from gpu.models import passes, words
+from gpu.models.caches import Caches, OwnCaches
 from gpu.models.packed_weights import OwnWeights, PackedWeights
 from gpu.models.product_phases import GATE_ROWS
 from gpu.models.rope import rope_tables
@@ -97,15 +98,18 @@ class HostLlama:
         taps: Sequence[int] = (),
         widest: int = 0,
         packed: PackedWeights | None = None,
+        caches: Caches | None = None,
     ) -> None:
         """team: of that many threads, if there is one already that never runs at the same time. taps: the layers, from
         0, whose states drafters read in `tapped`. widest: row that a matrix of a subclass takes. packed: where the
         weights are to be packed, if not in this process's own memory; if they are there already, `weights` is not read.
+        caches: where the KV cache is to be, if not there.
         """
         if dtype not in WEIGHT_BYTES:
             raise ValueError(f"dtype {dtype!r} is none of {', '.join(WEIGHT_BYTES)}")
         _check_shape(info, page_size)
         self._packed = packed or OwnWeights()
+        self._caches = caches or OwnCaches()
         warm_up(dtype, progress, not self._packed.is_complete)
         self.info = info
         self.dtype = dtype
@@ -137,7 +141,10 @@ class HostLlama:
         self._block[index] = int(np.float32(value).view(np.int32))
 
     def _buffer(self, index: int, shape: tuple[int, ...], dtype: npt.DTypeLike) -> npt.NDArray[Any]:
-        made = aligned(shape, dtype)
+        return self._addressed(index, aligned(shape, dtype))
+
+    def _addressed(self, index: int, made: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        """The array, its address in a word."""
         self._kept.append(made)
         self._set(index, made.ctypes.data)
         return made
@@ -207,10 +214,7 @@ class HostLlama:
 
     def _packed_buffer(self, index: int, shape: tuple[int, ...]) -> npt.NDArray[np.float32]:
         """float32 of the model's, its address in a word: to be filled by `_copy`, or there already."""
-        made = self._packed.array(shape, np.float32)
-        self._kept.append(made)
-        self._set(index, made.ctypes.data)
-        return made
+        return self._addressed(index, self._packed.array(shape, np.float32))
 
     def _copy(self, weights: Weights, targets: dict[str, npt.NDArray[np.float32]]) -> None:
         """Tensors that are kept as they are, by their names."""
@@ -255,8 +259,8 @@ class HostLlama:
         positions = self.pages_per_row * self.page_size
         cache = np.float32 if self.dtype == FLOAT32 else np.uint16
         pool = (info.num_layers, self.pages, info.num_kv_heads, info.head_dim * self.page_size)
-        self.k_cache = self._buffer(words.K_CACHE, pool, cache)
-        self.v_cache = self._buffer(words.V_CACHE, pool, cache)
+        self.k_cache = self._addressed(words.K_CACHE, self._caches.array(pool, cache))
+        self.v_cache = self._addressed(words.V_CACHE, self._caches.array(pool, cache))
         cosines, sines = rope_tables(info.head_dim, positions, info.rope_theta, info.rope_scaling)
         self._buffer(words.COSINES, cosines.shape, np.float32)[:] = cosines
         self._buffer(words.SINES, sines.shape, np.float32)[:] = sines

@@ -7,6 +7,7 @@ asks for room asks for the same pieces in the same order every time.
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Callable
 from typing import Any, Protocol
 
 import numpy as np
@@ -16,7 +17,7 @@ from gpu.kernels.native import source_hash
 from gpu.kernels.team import aligned
 from shm.config import ModelInfo, ServerConfig
 from shm.drafter_file import DrafterFile
-from shm.weights_memory import WeightsMemory
+from shm.weights_memory import WeightsMemory, is_packed
 
 
 class PackedWeights(Protocol):
@@ -77,14 +78,23 @@ def weights_digest(config: ServerConfig, trained: DrafterFile | None) -> bytes:
     return digest.digest()
 
 
-def open_packed(config: ServerConfig, trained: DrafterFile | None, shared: tuple[int, int] | None) -> PackedWeights:
-    """shared: descriptor and size of the server's memory for them, where it has one.
+def open_packed(
+    config: ServerConfig,
+    trained: DrafterFile | None,
+    shared: tuple[int, int] | None,
+    own: Callable[[], None] = lambda: None,
+) -> PackedWeights:
+    """shared: descriptor and size of the server's memory for them, where it has one. own: called before anything is
+    written to it, which another process may be reading until then.
 
     Raises LayoutError for a descriptor that is none, MemoryError if there is too little memory.
     """
     if shared is None:
         return OwnWeights()
-    return SharedWeights(WeightsMemory(*shared, weights_digest(config, trained)))
+    digest = weights_digest(config, trained)
+    if not is_packed(*shared, digest):
+        own()
+    return SharedWeights(WeightsMemory(*shared, digest))
 
 
 def _json(info: ModelInfo | None) -> bytes:

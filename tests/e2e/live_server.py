@@ -61,7 +61,7 @@ def process_titles(pid: int) -> dict[str, int]:
             title = Path(f"/proc/{p}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
         except OSError:
             continue
-        match = re.match(r"stepahead: (\w+)", title)
+        match = re.fullmatch(r"stepahead: (\w+)", title)  # a standby's has one more word
         if match:
             titles[match.group(1)] = p
     return titles

@@ -102,6 +102,13 @@ def all_at_once(server: LiveServer, model: str, streams: int = STREAMS, **change
     return Telling(server, [body(i, model, **changes) for i in range(streams)])
 
 
+def ask(server: LiveServer, ids: list[int]) -> tuple[int, Any]:
+    """Put the question what text `ids` are: status, and the text or the error."""
+    answer = httpx.post(server.url + "/detokenize", json={"tokens": ids}, timeout=WAIT_SECONDS)
+    told = answer.json()
+    return answer.status_code, told["prompt"] if answer.status_code == 200 else told["error"]
+
+
 def wait_for(condition: Callable[[], bool], what: str, seconds: float = WAIT_SECONDS) -> None:
     end = time.monotonic() + seconds
     while not condition():

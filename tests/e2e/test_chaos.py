@@ -46,7 +46,8 @@ def test_without_kills_every_answer_is_the_same_again(model: Path, tmp_path: Pat
     status, said, report = chaos(model, tmp_path, "--kills", "0", "--seed", "5")
     (row,) = report["rows"]
     assert (status, report["is_clean"], report["faults"]) == (0, True, []), said
-    assert (row["requests"], row["kills"]) == (15, 0)
+    assert row["kills"] == 0 and row["requests"] >= 16, "15, and probes beside them"
+    assert row["recovery_ms_p99"] > 0
     assert not any(row["leaks"].values()), "an idle server holds what it held before"
 
 
@@ -54,7 +55,7 @@ def test_nothing_is_left_behind_a_supervisor(model: Path, tmp_path: Path) -> Non
     status, said, report = chaos(
         model, tmp_path, "--kills", "1", "--stage", "supervisor", "--signal", "KILL", "--apart", "0.1,0.3"
     )
-    (row,) = report["rows"]
+    _, row = report["rows"]
     assert (status, row["recovered"], report["faults"]) == (0, 1, []), said
     assert row["requests"] >= 6, "all streams were cut, and what they had was right"
     assert not any(row["leaks"].values())
@@ -65,7 +66,7 @@ def test_every_stage_is_killed_in_every_way_and_nobody_notices(model: Path, tmp_
     ways = ("--kills", "1", "--stage", "all", "--signal", "KILL,STOP,ABRT,SEGV,exit", "--apart", "0.2,0.6")
     status, said, report = chaos(model, tmp_path, *ways, "--seed", str(seed))
     assert (status, report["is_clean"], report["faults"]) == (0, True, []), said
-    rows = report["rows"]
+    _, *rows = report["rows"]
     assert len(rows) == 25 and all(row["kills"] == row["recovered"] == 1 for row in rows)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import pytest
 
 from shm.faults import NAMES, VARIABLE
 from tests.e2e.live_server import descendants, live_server, spawn, wait_ready
-from tests.e2e.stories import STAGES, STREAMS, Story, Telling, body, health, wait_for, wait_whole
+from tests.e2e.stories import STAGES, STREAMS, Story, Telling, ask, body, health, wait_for, wait_whole
 from tests.model_factory import TinyLlama
 
 pytestmark = pytest.mark.model
@@ -19,6 +20,8 @@ MODEL = "tiny"
 ACTIONS = ("crash", "exit", "raise", "stop", "abort", "segv")
 STABLE_SECONDS = 1.1  # a stage that has served for so long begins a new row of deaths
 BAD_SEED = 666
+TEXT = "a question"
+IDS = [3 + byte for byte in TEXT.encode()]  # id 3 is byte 0
 
 
 def options(path: Path) -> list[str]:
@@ -61,7 +64,9 @@ def test_every_point(path: Path, asked: tuple[list[dict[str, Any]], list[Story]]
     with live_server(*options(path), env={VARIABLE: " ".join(plans)}) as server:
         for deaths in range(1, len(points) + 1):
             while health(server)[stage]["restarts"] < deaths:
-                assert Telling(server, everything).end() == wanted, plans[deaths - 1]
+                telling = Telling(server, everything)
+                assert ask(server, IDS) == (200, TEXT)
+                assert telling.end() == wanted, plans[deaths - 1]
             wait_whole(server)
         assert Telling(server, everything).end() == wanted
         assert {name: told["restarts"] for name, told in health(server).items() if told["restarts"]} == {
@@ -79,12 +84,15 @@ def test_every_point_of_the_frontend(path: Path, asked: tuple[list[dict[str, Any
         for deaths in range(1, len(points) + 1):
             while health(server)["frontend"]["restarts"] < deaths:
                 found = Telling(server, everything).end()
-                for story, right in zip(found, wanted, strict=True):
-                    assert story == right or (story.end.startswith("broken") and right.text.startswith(story.text))
+                assert all(is_right_or_cut(*pair) for pair in zip(found, wanted, strict=True))
             assert wait_whole(server)["frontend"]["restarts"] == deaths
             server.wait_idle()
             wait_for(lambda: server.metrics()["stepahead_open_rows"] == 0, "free rows")
         assert Telling(server, everything).end() == wanted
+
+
+def is_right_or_cut(story: Story, right: Story) -> bool:
+    return story == right or (story.end.startswith("broken") and right.text.startswith(story.text))
 
 
 @pytest.mark.parametrize("point", points_of("supervisor"))
@@ -130,4 +138,67 @@ def test_the_request_that_kills_a_stage_is_given_up_and_the_others_go_on(
         assert health(server)[stage]["restarts"] <= 3
         server.wait_idle()
         wait_whole(server)
+        assert Telling(server, everything).end() == wanted
+
+
+def test_the_question_that_kills_the_tokenizer_is_given_up_and_all_else_goes_on(
+    path: Path, asked: tuple[list[dict[str, Any]], list[Story]]
+) -> None:
+    everything, wanted = asked
+    bad = IDS * 5
+    with (
+        live_server(*options(path), env={VARIABLE: f"tokenizer.question_taken=crash#*?{len(bad)}"}) as server,
+        ThreadPoolExecutor(4) as pool,
+    ):
+        telling = Telling(server, everything)
+        good = [pool.submit(ask, server, IDS * n) for n in (1, 2, 3)]
+        status, error = ask(server, bad)
+        assert (status, error["code"]) == (500, "poison") and "the tokenizer process died" in error["message"]
+        assert [answer.result() for answer in good] == [(200, TEXT * n) for n in (1, 2, 3)]
+        assert telling.end() == wanted
+        assert health(server)["tokenizer"]["restarts"] <= 3
+        wait_whole(server)
+        assert ask(server, IDS) == (200, TEXT)
+
+
+def test_a_question_that_was_not_answered_is_put_to_the_next_tokenizer(path: Path) -> None:
+    with live_server(*options(path), env={VARIABLE: "tokenizer.question_taken=crash"}) as server:
+        assert ask(server, IDS) == (200, TEXT)
+        assert wait_whole(server)["tokenizer"]["restarts"] == 1
+        assert server.metrics()["stepahead_frontend_resent_total"] == 1
+
+
+# At one place of each stage's loop, and in a thread of the device, whose process goes on.
+HANGS = {
+    "tokenizer.row_ready": 1,
+    "scheduler.step_pushed": 1,
+    "gpu.step_launched": 1,
+    "gpu.after_forward": 2,
+    "detokenizer.text_sent": 1,
+}
+
+
+def test_who_hangs_is_started_again(path: Path, asked: tuple[list[dict[str, Any]], list[Story]]) -> None:
+    plans = [f"{name}=hang+{STABLE_SECONDS}#{epoch}" for name, epoch in HANGS.items()]
+    everything, wanted = asked
+    with live_server(*options(path), env={VARIABLE: " ".join(plans)}) as server:
+        due = {name.partition(".")[0]: epoch for name, epoch in HANGS.items()}
+        while {stage: health(server)[stage]["restarts"] for stage in due} != due:
+            assert Telling(server, everything).end() == wanted
+        told = wait_whole(server)
+        for stage in due:
+            assert told[stage]["last_reason"].startswith("hung: asleep without a heartbeat"), told[stage]
+        assert Telling(server, everything).end() == wanted
+
+
+def test_a_frontend_that_hangs_is_started_again(path: Path, asked: tuple[list[dict[str, Any]], list[Story]]) -> None:
+    everything, wanted = asked
+    with live_server(*options(path), env={VARIABLE: "frontend.text_taken=hang@3"}) as server:
+        found = Telling(server, everything).end()
+        assert any(story.end.startswith("broken") for story in found)
+        assert all(is_right_or_cut(*pair) for pair in zip(found, wanted, strict=True))
+        told = wait_whole(server)["frontend"]
+        assert told["restarts"] == 1 and told["last_reason"].startswith("hung: asleep without a heartbeat")
+        server.wait_idle()
+        wait_for(lambda: server.metrics()["stepahead_open_rows"] == 0, "free rows")
         assert Telling(server, everything).end() == wanted

@@ -20,7 +20,7 @@ PANELS = ("Where it listens", "What it serves", "How much it holds", "How it run
 OPTIONS = (
     *("--host", "--port", "--device", "--dtype", "--overlap", "--no-overlap", "--max-running", "--max-queued"),
     *("--kv-tokens", "--page-size", "--max-len", "--prefill-chunk", "--api-key", "--served-model-name"),
-    *("--drain-seconds", "--threads", "--check-order"),
+    *("--drain-seconds", "--threads", "--check-order", "--standby", "--no-standby"),
 )
 
 

@@ -156,6 +156,19 @@ def test_a_new_frontend_ends_and_frees_the_rows_of_the_dead_one() -> None:
     assert {engine.open(work()).rows[0].number for _ in range(2)} == {ready, waiting}
 
 
+@pytest.mark.parametrize("taken", [False, True])
+def test_a_row_whose_end_the_dead_frontend_had_heard_of_is_freed(taken: bool) -> None:
+    """A stop string's end is told once: the item that frees the row, if it comes later, has none."""
+    dead = LooseEngine()
+    dead.open(work())
+    row, gen = dead.accept()
+    dead.ledger.text_stop_count[row], dead.ledger.text_stop[row] = 3, gen
+    dead.text((row, gen, 0, 2, "AB", None, False), *([(row, gen, 2, 3, "", "stop", False)] if taken else []))
+    engine = LooseEngine(before=dead)
+    engine.text((row, gen, 3, 3, "", None, True) if taken else (row, gen, 2, 3, "", "stop", True))
+    assert engine.ledger.freed[row] == gen and engine.idle
+
+
 def test_every_process_is_named_with_what_it_does() -> None:
     engine = LooseEngine()
     for stage in STAGES:

@@ -161,8 +161,8 @@ def test_killers_are_found_and_nobody_else(seed: int, killers: set[int]) -> None
 class Mortal:
     """An engine whose tokenizer is a list, and dies."""
 
-    def __init__(self) -> None:
-        self.engine = LooseEngine()
+    def __init__(self, engine: LooseEngine | None = None) -> None:
+        self.engine = engine or LooseEngine()
         self.control = self.engine.state
 
     def die(self) -> None:
@@ -199,6 +199,20 @@ def test_a_request_that_is_ready_is_handed_on_however_many_die() -> None:
     engine.receive([{"ev": "accepted", "epoch": engine.state.epoch("tokenizer"), "row": row.number, "gen": 1,
                      "prompt_tokens": 3}])  # fmt: skip
     assert exchange.accepted
+
+
+def test_a_row_that_ends_before_the_tokenizer_has_answered_holds_up_nobody() -> None:
+    """A new frontend tells the tokenizer of a row that it finds; the row ends first, and then nobody answers."""
+    dead = LooseEngine()
+    dead.open(work())
+    row, gen = dead.accept()
+    mortal = Mortal(LooseEngine(before=dead))
+    mortal.engine.receive([{"ev": "text", "items": [[row, gen, 0, 1, "x", "abort", True]]}])
+    for _ in range(DEATHS_MAX + 1):
+        mortal.die()
+        assert mortal.engine.sent == []
+    mortal.engine.open(work())
+    assert [message["op"] for message in mortal.engine.sent] == ["generate"]
 
 
 def test_what_a_dead_tokenizer_said_does_not_count() -> None:

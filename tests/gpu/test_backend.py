@@ -1,6 +1,7 @@
 """The backend: what --check-order switches on, and that it looks on in earnest."""
 
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,14 @@ from gpu.device.guard import LaunchGuard
 from gpu.device.order import OrderChecker
 from gpu.device.protocol import DeviceError
 from gpu.kernels.flashinfer_attention import Choice
+from gpu.kernels.native import KernelCache
+from gpu.models.llama import HostLlama
 from gpu.models.weights import open_weights
+from gpu.warm_up import WarmUp
 from procs.model_info import read_model_info
 from shm.config import ServerConfig
 from shm.records import STEP_DECODE, StepLayout
+from tests.gpu.models.small_drafters import trained
 from tests.model_factory import TinyLlama
 
 
@@ -62,6 +67,54 @@ def test_without_it_nothing_looks_on(config: ServerConfig) -> None:
             device.synchronize()
     finally:
         backend.device.close()
+
+
+@pytest.mark.parametrize("speculate", ["off", "standalone", "mtp", "dflash"])
+def test_a_rehearsal_leaves_the_caches_alone_and_no_kernel_for_later(
+    config: ServerConfig, speculate: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    changes: dict[str, Any] = {} if speculate == "off" else {"speculate": speculate, "window": 3}
+    if speculate == "standalone":
+        changes["drafter"] = config.model
+    if speculate in ("mtp", "dflash"):
+        changes["drafter_file"] = str(trained(Path(config.model.path), speculate, (0, 1)).file)
+    config = replace(config, **changes)
+    caches: list[Any] = []
+    allocate = HostLlama._allocate
+
+    def watched(model: HostLlama, *given: Any) -> None:
+        allocate(model, *given)
+        caches.extend((model.k_cache, model.v_cache))
+
+    monkeypatch.setattr(HostLlama, "_allocate", watched)
+    backend = open_backend(config, plane(config), None)
+    try:
+        with backend.rehearsal():
+            WarmUp(backend.device, config, backend.program).run()
+        assert len(caches) == (2 if speculate == "off" else 4)
+        assert not any(cache.any() for cache in caches)
+        called: list[str] = []
+        load = KernelCache.attempt
+        monkeypatch.setattr(KernelCache, "attempt", lambda *given: (called.append("load"), load(*given))[1])
+        WarmUp(backend.device, config, backend.program).run_steps()
+        assert not called, "nothing is compiled or loaded when the first step comes"
+        assert all(cache.any() for cache in caches), "and without a rehearsal they are written"
+    finally:
+        backend.device.close()
+
+
+def test_a_gpu_is_opened_only_by_whoever_owns_it(config: ServerConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    done: list[str] = []
+
+    def opened(*_given: Any) -> tuple[Any, Any]:
+        done.append("open")
+        return None, None
+
+    monkeypatch.setattr(cuda_backend, "open_cuda", opened)
+    backend = open_backend(replace(config, device="cuda"), plane(config), None, own=lambda: done.append("own"))
+    assert done == ["own", "open"]
+    with pytest.raises(AssertionError):
+        backend.rehearsal()
 
 
 def test_on_cuda_flashinfer_is_asked_and_its_answer_taken(

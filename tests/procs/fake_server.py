@@ -1,4 +1,4 @@
-"""Runs a supervisor over fake stages as a program of its own: argv[1] is JSON {stages: [...], drain_seconds}."""
+"""Runs a supervisor over fake stages as a program of its own: argv[1] is JSON {stages, drain_seconds, standby}."""
 
 from __future__ import annotations
 
@@ -36,8 +36,12 @@ MODEL = ModelInfo(
 )
 
 
+CALM_SECONDS = 0.5
+
+
 def config(port: int = 0, **more: Any) -> ServerConfig:
-    values: dict[str, Any] = {"max_running": 2, "max_queued": 2, "kv_tokens": 512, "max_len": 128, "threads": 1, **more}
+    values: dict[str, Any] = {"max_running": 2, "max_queued": 2, "kv_tokens": 512, "max_len": 128, "threads": 1}
+    values |= {"standby": False, **more}
     return ServerConfig(model=MODEL, served_model_name="fake", host="127.0.0.1", port=port, **values)
 
 
@@ -50,6 +54,9 @@ def spec(stage: str, fake: str, ready_seconds: float = 30, stop_seconds: float =
         listens=stage == "frontend",
         env={"FAKE": fake},
         deaths_in_a_row_max=deaths,
+        standby_backoff_seconds=(0.05,),
+        standby_deaths_in_a_row_max=2,
+        standby_after_seconds=CALM_SECONDS if stage == "gpu" else CALM_SECONDS / 2,
     )
 
 
@@ -87,7 +94,8 @@ def main() -> int:
     port = listener.getsockname()[1]
     print(f"port {port}", flush=True)
     specs = [spec(**stage) for stage in order["stages"]]
-    supervisor = Supervisor(config(port, drain_seconds=order["drain_seconds"]), listener, specs)
+    made = config(port, drain_seconds=order["drain_seconds"], standby=order["standby"])
+    supervisor = Supervisor(made, listener, specs)
     try:
         status = supervisor.run(Lines())
     finally:

@@ -22,6 +22,7 @@ def wait_for(c: Child, *states: int) -> None:
 
 
 def serve(c: Child) -> None:
+    c.progress(f"memory of epoch {c.control.memory(c.stage)}")
     while not c.stopping:
         c.beat()
         c.own_doorbell.wait(lambda: c.stopping)
@@ -55,6 +56,10 @@ def misbehave(c: Child, how: str) -> None:
         time.sleep(60)
     if how == "sleep":
         time.sleep(60)
+    if how == "dawdle":
+        c.progress("dawdling")
+        time.sleep(2)
+        return
     if how == "killed":
         os.kill(os.getpid(), signal.SIGKILL)
     if how == "user's fault":
@@ -67,6 +72,11 @@ def main() -> None:
     if how == "dead before boot":
         sys.exit(7)
     with child.start() as c:
+        if how.startswith("as standby: "):
+            if c.is_standby:
+                misbehave(c, how.removeprefix("as standby: "))
+            how = "serve"
+        c.take_over()
         if how.startswith("once: "):
             how = how.removeprefix("once: ") if c.epoch == 1 else "serve"
         if how.startswith("frontend"):

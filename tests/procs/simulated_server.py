@@ -14,10 +14,12 @@ from typing import Any
 import numpy as np
 
 from procs.prefix_cache import ROOT
+from procs.sched_adoption import adopt
 from procs.sched_audit import check_conservation
 from procs.sched_recovery import recover
 from procs.sched_rows import Rows
 from procs.sched_steps import Flight, Steps
+from shm.batch_tables import BatchTables
 from shm.config import ServerConfig
 from shm.ledger import FINISH_ABORT, FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Ledger
 from shm.limits import STEPS_IN_FLIGHT
@@ -85,11 +87,14 @@ class SimulatedServer:
         self.ledger = new_ledger(config)
         self.stats = Stats(Segment.create("stats", Stats.size()))
         self.device = SimulatedDevice(config, self.ledger, salt)
+        self.tables = BatchTables.private(config.entries, config.pages_per_row)
+        self.memory = 1  # of the device, see `Control.memory`
         self.start_scheduler()
         self.turn = 0
         self.step = 0
         self.descriptors: list[bytes] = []
         self.queued: deque[tuple[Flight, StepView, ResultView]] = deque()
+        self.stale: deque[tuple[Flight, StepView, ResultView]] = deque()  # queued by a scheduler that is dead
         self.results: deque[ResultView] = deque()
         self.to_arrive = deque(sorted(requests, key=lambda request: request.arrival))
         self.by_row: dict[int, Request] = {}
@@ -97,18 +102,23 @@ class SimulatedServer:
         self.first_admissions: list[Request] = []
 
     def start_scheduler(self) -> None:
-        self.rows = Rows(self.config, self.ledger, self.stats.writer("scheduler"))
+        self.rows = Rows(self.config, self.ledger, self.stats.writer("scheduler"), self.tables)
         self.steps = Steps(self.rows)
+        adopt(self.rows, self.memory)
 
     def restart_scheduler(self, at_work: bool = True) -> None:
-        """Kill the scheduler, wherever it is, and start another. The device still runs what it was given.
+        """Kill the scheduler, wherever it is, and start another. The device still has to run what it was given: at once
+        or, where steps are lazy, only when the new one waits for one of its own.
 
         at_work: as `recover` has it; rows are blamed for deaths at work.
         """
-        while self.queued:
-            self._run_step(check=False)
+        self.stale.extend(self.queued)
+        self.queued.clear()
+        while self.stale and self.lazy[self.step % len(self.lazy)] == "0":
+            self._run_stale()
         self.results.clear()  # of the earlier scheduler's steps: dropped by their numbers
         self.start_scheduler()
+        self._audit()  # what was adopted holds what it should, before anything else happens
         recover(self.rows, at_work)
         self._read_progress()
 
@@ -233,7 +243,15 @@ class SimulatedServer:
                 self._run_step()
         return True
 
+    def _run_stale(self) -> None:
+        """A step of an earlier scheduler: in front of all others, and nobody takes its result."""
+        _, view, result = self.stale.popleft()
+        self.device.run(view, result)
+
     def _run_step(self, check: bool = True) -> None:
+        if self.stale:
+            self._run_stale()
+            return
         flight, view, result = self.queued.popleft()
         ran = self.device.run(view, result)
         self.results.append(result)

@@ -16,6 +16,7 @@ from gpu.device.protocol import DeviceError
 from gpu.kernels.host_step import HostStepKernels
 from gpu.step import StepProgram
 from gpu.warm_up import WarmUp
+from procs.device_watch import DeviceWatch, Patience
 from procs.executor import Executor
 from shm.control import Control
 from shm.doorbell import Doorbell
@@ -240,6 +241,36 @@ def test_a_step_slot_is_given_back_only_behind_its_result(rig: Rig) -> None:
 def test_an_idle_executor_gives_signs_of_life(rig: Rig) -> None:
     rig.serve()
     await_that(lambda: rig.beats >= 3)
+
+
+def beats_within(rig: Rig, seconds: float) -> int:
+    before = rig.beats
+    time.sleep(seconds)
+    return rig.beats - before
+
+
+def test_no_sign_of_life_while_a_step_sleeps_and_signs_while_it_works(rig: Rig) -> None:
+    def compute() -> None:
+        while not done.is_set():
+            pass
+
+    ident = rig.program.forward._thread.ident  # type: ignore[attr-defined]
+    clock = time.pthread_getcpuclockid(ident)  # the test has a thread in this process as well
+    rig.executor._watch = DeviceWatch(Patience(0.2, 60.0), worked_s=lambda: time.clock_gettime(clock))
+    done = threading.Event()
+    rig.device.launch(rig.program.forward, compute, reads=(), writes=(), name="long step")
+    rig.serve()
+    rig.prefill()
+    assert beats_within(rig, 1.0) >= 3 and beats_within(rig, 0.3) >= 1
+    gate = hold_forward(rig)
+    done.set()
+    rig.result()
+    rig.push([1])
+    await_that(lambda: beats_within(rig, 0.2) == 0)
+    assert beats_within(rig, 0.5) == 0, "and none as long as it sleeps"
+    gate.set()
+    rig.result()
+    await_that(lambda: beats_within(rig, 0.2) > 0)
 
 
 def test_a_device_error_ends_the_loop_with_its_reason(rig: Rig) -> None:

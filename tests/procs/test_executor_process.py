@@ -185,6 +185,61 @@ def test_after_a_death_the_weights_are_there_though_the_model_is_gone(
     assert answers[0] == answers[1] and len(answers[0]) == 3
 
 
+def answer(rig: ExecutorRig, number: int) -> list[int]:
+    rig.push(number, [], (1, 1, 0, len(PROMPTS[1]), 1), 6)
+    for step in (1, 2):
+        rig.push(number + step, [1])
+    return [token for _ in range(3) for token in rig.result()]
+
+
+def prepared(rig: ExecutorRig) -> StageProcess:
+    """A standby that has nothing left to do without the word."""
+    standby = StageProcess(SPEC, rig.memory, child_environment(SPEC, rig.config, os.environ), None, standby=True)
+    deadline = time.monotonic() + READY_S
+    while not standby.is_prepared:
+        rig.said += standby.listen()
+        assert not standby.silent and time.monotonic() < deadline, rig.said
+        time.sleep(0.01)
+    return standby
+
+
+@pytest.mark.parametrize("dtype", ["float32", "int8"])
+def test_a_standby_leaves_the_living_alone_and_goes_on_with_the_same_tokens(
+    start: Callable[..., ExecutorRig], model: ModelInfo, dtype: str
+) -> None:
+    rig = start(model, dtype=dtype)
+    rig.until_ready()
+    first = answer(rig, 1)
+    before = {name: bytes(segment.buf) for name, segment in rig.memory.segments.items() if name != "control"}
+    standby = prepared(rig)
+    assert "taking packed weights" in [said.text for said in rig.said]
+    assert {name: bytes(segment.buf) for name, segment in rig.memory.segments.items() if name != "control"} == before
+    assert answer(rig, 4) == first
+    rig.process.kill()
+    rig.process.reap()
+    rig.process = standby
+    rig.memory.control.set_epoch("gpu", 2)
+    standby.take_over(2)
+    rig.said.clear()
+    rig.until_ready()
+    assert answer(rig, 7) == first and len(set(first)) > 1
+
+
+def test_a_standby_that_would_have_to_pack_waits_for_the_word(
+    start: Callable[..., ExecutorRig], model: ModelInfo
+) -> None:
+    """As one does that was started before the server's weights are there, or after its sources have changed."""
+    rig = start(model)
+    rig.process.kill()
+    rig.process.reap()
+    rig.process = prepared(rig)
+    assert not [said for said in rig.said if said.text.startswith("packing")]
+    assert rig.memory.weights is not None and os.pread(rig.memory.weights[0], 64, 0) == bytes(64)
+    rig.process.take_over(rig.memory.control.epoch("gpu"))
+    rig.until_ready()
+    assert len(answer(rig, 1)) == 3
+
+
 def test_a_broken_step_ends_the_process_with_the_reason(start: Callable[..., ExecutorRig], model: ModelInfo) -> None:
     rig = start(model)
     rig.until_ready()
@@ -213,3 +268,24 @@ def test_an_import_that_fails_is_told_as_the_reason(
     rig = start(model)
     assert "this numba is broken" in rig.last_words()
     assert rig.process.reap() == 1
+
+
+def test_a_process_behind_one_that_was_killed_finds_its_pages(
+    model: ModelInfo, start: Callable[..., ExecutorRig]
+) -> None:
+    """The first page of the prompt is not computed again, and what follows is what it was."""
+    rig = start(model, speculate="off")
+    rig.until_ready()
+    rig.push(1, [], (3, 3, 0, 17, 1), 3)
+    rig.push(2, [3])
+    wanted = [rig.result(), rig.result()]
+    for kept in (True, False):
+        rig.process.reap()
+        epoch = rig.memory.control.epoch("gpu") + 1
+        if not kept:
+            rig.memory.control.set_memory("gpu", epoch)
+        rig.start()
+        rig.until_ready()
+        rig.push(3, [], (3, 3, 16, 1, 1), 3)
+        rig.push(4, [3])
+        assert [rig.result(), rig.result()] == wanted, "nothing is cleared, whoever counts on it"

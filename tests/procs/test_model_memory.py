@@ -9,6 +9,7 @@ import pytest
 from procs.model_files import ModelError, read_model_info
 from procs.model_memory import (
     PROCESS_BYTES,
+    STANDBY_BYTES,
     kv_bytes_per_token,
     memory_available,
     memory_needed,
@@ -73,7 +74,8 @@ def test_the_parts_of_the_estimate(tmp_path: Path) -> None:
     assert small.total == small.weights + small.kv_cache + small.processes
     parameters = sum(array.size for array in TinyLlama().weights().values())
     assert parameters < small.weights < 4 * parameters < large.weights
-    assert small.processes == PROCESS_BYTES + Ledger.size(64 + 1024, 512)
+    assert small.processes == PROCESS_BYTES + STANDBY_BYTES["host"] + Ledger.size(64 + 1024, 512)
+    assert memory_needed(config(tmp_path, standby=False)).total == small.total - STANDBY_BYTES["host"]
     more_rows = memory_needed(config(tmp_path, max_queued=4096))
     assert more_rows.processes > small.processes
 
@@ -93,8 +95,8 @@ def test_a_trained_drafter_takes_memory_for_its_weights_its_part_of_the_head_and
 
 
 def test_what_lives_on_a_gpu_takes_no_memory_of_the_machine(tmp_path: Path) -> None:
-    here = memory_needed(config(tmp_path))
-    there = memory_needed(config(tmp_path, device="cuda", dtype="bfloat16", kv_tokens=1 << 20))
+    here = memory_needed(config(tmp_path, standby=False))
+    there = memory_needed(config(tmp_path, device="cuda", dtype="bfloat16", kv_tokens=1 << 20, standby=False))
     largest = max(array.size for array in TinyLlama().weights().values())
     assert (there.weights, there.kv_cache, there.processes) == (2 * 4 * largest, 0, here.processes)
 

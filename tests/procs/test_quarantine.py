@@ -27,19 +27,33 @@ class MortalServer(SimulatedServer):
     them: steps that were not run come back as dropped, and the epoch is another one.
     """
 
-    def __init__(self, config: Any, requests: list[Request], lazy: str, poison: tuple[int, ...] = ()) -> None:
+    def __init__(
+        self,
+        config: Any,
+        requests: list[Request],
+        lazy: str,
+        poison: tuple[int, ...] = (),
+        keeps_memory: bool = False,
+    ) -> None:
         super().__init__(config, requests, lazy)
         self.poison = [requests[i] for i in poison]
         self.epoch = self.known_epoch = 1
+        self.keeps_memory = keeps_memory
         self.stamps: dict[int, int] = {}  # step -> the epoch that it was planned for
         self.deaths = 0
 
     def kill_gpu(self) -> None:
         self.deaths += 1
         self.epoch += 1
+        before = self.device
         self.device = SimulatedDevice(self.config, self.ledger, self.salt)
+        if self.keeps_memory:
+            self.device.content = before.content
+        else:
+            self.memory = self.epoch
         self.results.extend([None] * len(self.queued))  # type: ignore[list-item]
         self.queued.clear()
+        self.stale.clear()
 
     def restart_scheduler(self) -> None:
         self.known_epoch = self.epoch
@@ -75,14 +89,16 @@ class MortalServer(SimulatedServer):
     def _meet(self) -> None:
         if self.known_epoch != self.epoch:
             self.known_epoch = self.epoch
-            self.steps.lose_device()
+            self.steps.lose_device(self.memory)
 
     def _plan(self) -> bool:
         self.stamps[self.step + 1] = self.known_epoch
         return super()._plan()
 
     def _run_step(self, check: bool = True) -> None:
-        if self.stamps[self.queued[0][0].step] != self.epoch:
+        if self.stale:
+            self._run_stale()
+        elif self.stamps[self.queued[0][0].step] != self.epoch:
             self.queued.popleft()
             self.results.append(None)  # type: ignore[arg-type]
         elif any(self._has(self.queued[0][0], self.queued[0][1], request) for request in self.poison):
@@ -122,11 +138,16 @@ CONFIGS = st.sampled_from([{}, {"window": 3}, {"overlap": False}])
 
 
 @settings(max_examples=60, deadline=None)
-@given(st.integers(0, 2**32), st.sampled_from(["0", "1", "10"]), st.sampled_from([32, 64]), CONFIGS)
-def test_deaths_of_either_change_no_token(seed: int, lazy: str, kv_tokens: int, more: dict[str, Any]) -> None:
-    """Deaths come at any turn, but not so often that nobody ever gets on."""
+@given(st.integers(0, 2**32), st.sampled_from(["0", "1", "10"]), st.sampled_from([32, 64]), CONFIGS, st.booleans())
+def test_deaths_of_either_change_no_token(
+    seed: int, lazy: str, kv_tokens: int, more: dict[str, Any], keeps_memory: bool
+) -> None:
+    """Deaths come at any turn, but not so often that nobody ever gets on. keeps_memory: a device that is new has the
+    pages of the one before.
+    """
     chance = random.Random(seed)
-    server = MortalServer(tiny_config(kv_tokens=kv_tokens, max_len=24, **more), requests(), lazy)
+    config = tiny_config(kv_tokens=kv_tokens, max_len=24, **more)
+    server = MortalServer(config, requests(), lazy, keeps_memory=keeps_memory)
     last = 0
     while any(request.finish == FINISH_NONE for request in server.requests):
         assert server.turn < 3000
@@ -210,3 +231,14 @@ def test_a_scheduler_that_waits_for_the_device_dies_of_nobody() -> None:
         server.one_turn()
     server.run()
     assert server.total("poison_total") == 0
+
+
+def test_a_scheduler_that_takes_new_memory_for_the_old_one_is_noticed() -> None:
+    """The negative control of everything above: it finds prefixes that nobody has written."""
+    server = MortalServer(tiny_config(max_len=24), requests(), "1")
+    with pytest.raises(AssertionError, match=r"holds another token|differs"):
+        while True:
+            server.one_turn()
+            if server.turn % 9 == 0:
+                server.kill_gpu()
+                server.memory = 1

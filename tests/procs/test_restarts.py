@@ -19,6 +19,7 @@ from procs.restarts import (
     Look,
     Obituaries,
     Pulse,
+    is_sound,
     look_at,
 )
 
@@ -130,7 +131,7 @@ def test_each_death_gets_one_line() -> None:
     counts["rerun_total"] += 3
     assert list(told.due(12.1)) == [], "the others are still at it"
     assert list(told.due(12.0 + TOLD_SECONDS)) == [
-        "gpu died (killed), back after 2.00 s in epoch 2; 3 requests were prefilled again"
+        "gpu died (killed), back after 2.00 s in epoch 2; 3 requests were queued again"
     ]
     assert list(told.due(20.0)) == list(told.rest()) == []
     told.is_back("scheduler", 1, 1.0)
@@ -143,9 +144,34 @@ def test_deaths_that_overlap_get_their_lines_too() -> None:
     assert list(told.died("gpu", "two", 10.5)) == ["gpu died (one), and again 0.50 s later while it started"]
     told.is_back("gpu", 3, 12.0)
     assert list(told.died("gpu", "three", 12.1)) == [
-        "gpu died (two), back after 1.50 s in epoch 3; 0 requests were prefilled again"
+        "gpu died (two), back after 1.50 s in epoch 3; 0 requests were queued again"
     ]
     late = list(told.due(12.1 + LATE_SECONDS))
     assert late == ["gpu died (three); it is not back after 5 s, requests wait for it"]
     assert list(told.due(30.0)) == []
     assert list(told.rest()) == ["gpu died (three) and did not come back"]
+
+
+KILLED = (-signal.SIGKILL, -signal.SIGTERM)
+ERRORS = (-signal.SIGSEGV, -signal.SIGBUS, -signal.SIGABRT, -signal.SIGILL, -signal.SIGFPE, 0, 1)
+
+
+def test_caches_are_sound_only_behind_a_gpu_process_that_was_killed_from_outside() -> None:
+    assert all(is_sound("gpu", "host", status, "", "") for status in KILLED)
+    assert not any(is_sound("gpu", "host", status, "", "") for status in ERRORS)
+    assert not any(is_sound("gpu", "host", status, "device host: no", "") for status in (*KILLED, *ERRORS))
+    assert not any(is_sound("gpu", "cuda", status, "", "") for status in (*KILLED, *ERRORS))
+
+
+def test_who_was_stopped_has_done_nothing_wrong_and_who_hung_may_have() -> None:
+    for state, sound in (("T", True), ("S", False)):
+        patient = Patient()
+        patient.look = Look(state, 0)
+        told = next(filter(None, (patient.feel(1) for _ in range(100))))
+        assert is_sound("gpu", "host", -signal.SIGKILL, "", told) == sound
+
+
+def test_tables_are_sound_unless_the_scheduler_found_an_error_itself() -> None:
+    assert all(is_sound("scheduler", "host", status, "", "") for status in (*KILLED, *ERRORS))
+    assert is_sound("scheduler", "cuda", -signal.SIGKILL, "", "hung: asleep")
+    assert not is_sound("scheduler", "host", 1, "AssertionError: page freed twice", "")

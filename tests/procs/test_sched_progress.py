@@ -118,6 +118,7 @@ class Stage:
         self.memory.control.set_epoch("scheduler", 2)
         self.pipe = os.pipe()
         self.child = Child(self.memory.boot_record("scheduler", self.pipe[1], None))
+        self.child.take_over()
         self.bells = self.child.doorbells
         self.child.own_doorbell.wait = self.wait  # type: ignore[method-assign]
         self.progress = self.ring("progress").attach_consumer()

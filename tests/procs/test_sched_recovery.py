@@ -1,6 +1,8 @@
 """A scheduler dies, at whatever point, and a fresh one goes on from the ledger: nobody can tell from the answers."""
 
+import sys
 from collections.abc import Callable
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -8,9 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from procs import sched_rows
+from procs import batch_state, pages, prefix_cache, sched_adoption, sched_recovery, sched_rows, sched_steps
+from procs.batch_state import BatchState
 from procs.sched_recovery import recover
 from procs.sched_rows import Rows
+from procs.sched_steps import Steps
 from shm.ledger import FINISH_LENGTH, FINISH_NONE, FINISH_STOP, Ledger
 from shm.segment import Segment
 from shm.stats import Stats
@@ -121,6 +125,104 @@ def test_deaths_again_and_again(passes: list[int], lazy: str) -> None:
     who is in hand at three deaths without getting on is taken for their cause.
     """
     run_with(Countdown(*passes), lazy, at_work=False)
+
+
+@pytest.mark.parametrize("more", [{"window": 3}, {"page_size": 1}], ids=["window", "small pages"])
+def test_a_death_at_any_line(more: dict[str, Any]) -> None:
+    """Of what keeps books, at the first and a later time that it is run: what is adopted holds what its tokens say (the
+    server's audit), whatever the steps that are still queued write.
+    """
+    assert die_everywhere(more) > 300
+
+
+def believe_uncounted(rows: Rows, entry: int) -> None:
+    rows.state.tables.counted[entry] = 10**9
+    KEEP(rows, entry)
+
+
+def end_as_it_was(self: BatchState, entry: int) -> None:
+    counted = int(self.counted[entry])
+    END(self, entry)
+    self.counted[entry] = counted
+
+
+def begin_as_it_was(self: BatchState, row: int, generation: int, order: int) -> int:
+    entry = self._free_entries[0]
+    counted, self.counted[entry] = int(self.counted[entry]), 0
+    BEGIN(self, row, generation, order)
+    self.counted[entry] = counted
+    return entry
+
+
+def count_what_is_queued(self: Steps, view: Any, step: int) -> Any:
+    flight = PLAN(self, view, step)
+    if flight is not None:
+        self.state.counted[flight.chunk_entries] = flight.chunk_ends
+    return flight
+
+
+KEEP, END, BEGIN, PLAN = sched_adoption._keep, BatchState.end, BatchState.begin, Steps.plan
+BROKEN: dict[str, dict[tuple[Any, str], Any]] = {
+    "believe uncounted pages": {(sched_adoption, "_keep"): believe_uncounted},
+    "begin with what was counted before": {(BatchState, "end"): end_as_it_was, (BatchState, "begin"): begin_as_it_was},
+    "count what is only queued": {(Steps, "plan"): count_what_is_queued},
+}
+
+
+@pytest.mark.parametrize("rule", BROKEN)
+def test_a_broken_rule_shows_at_some_line(rule: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    for (owner, name), broken in BROKEN[rule].items():
+        monkeypatch.setattr(owner, name, broken)
+    with pytest.raises(AssertionError):
+        die_everywhere({"window": 3})
+
+
+def die_everywhere(more: dict[str, Any]) -> int:
+    """Serve again and again, with a death at another line each time. Returns how many pages were adopted in all."""
+    seen: dict[Line, int] = {}
+    adopted = run_until(more, lambda line: bool(seen.update({line: seen.get(line, 0) + 1})))
+    assert adopted == 0 and len(seen) > 150
+    for line, times in seen.items():
+        for at in sorted({1, times - times // 3}):
+            adopted += run_until(more, lambda other, line=line, left=[at]: other == line and countdown(left))  # type: ignore[misc]
+    return adopted
+
+
+Line = tuple[str, int]
+BOOKS = {
+    made.__file__: made.__name__
+    for made in (sched_rows, batch_state, sched_steps, sched_adoption, sched_recovery, prefix_cache, pages)
+}
+
+
+def countdown(left: list[int]) -> bool:
+    left[0] -= 1
+    return left[0] == 0
+
+
+def run_until(more: dict[str, Any], dies_at: Callable[[Line], bool]) -> int:
+    """Serve everything, with a new scheduler when one dies in front of a line. Returns how many pages were adopted."""
+    others = [Request([0, 1] * 5, 6, arrival=4, seed=3), Request([2, 0] * 5, 4, arrival=5, seed=4)]
+    crowd = [*requests()[:3], Request([3] * 10, 9, arrival=3, abort_after=5), *others]
+    server = SimulatedServer(tiny_config(kv_tokens=64, max_len=24, **more), crowd, "1")
+
+    def trace(frame: FrameType, event: str, _arg: Any) -> Any:
+        name = BOOKS.get(frame.f_code.co_filename)
+        if name is not None and event == "line" and dies_at((name, frame.f_lineno)):
+            raise Killed
+        return trace if name else None
+
+    before = sys.gettrace()
+    try:
+        sys.settrace(trace)
+        server.run()
+    except Killed:
+        sys.settrace(before)
+        server.restart_scheduler()
+        server.run()
+    finally:
+        sys.settrace(before)
+    return int(server.total("adopted_pages_total"))
 
 
 @pytest.fixture

@@ -145,6 +145,29 @@ def test_killed_and_started_again_it_goes_on() -> None:
         assert rig.stats()["stale_results_total"] <= 6
 
 
+@pytest.mark.parametrize("window", [1, 3])
+@pytest.mark.parametrize(("memory", "is_sound"), [(1, True), (2, True), (1, False)])
+def test_killed_under_load_it_prefills_less_than_a_page_of_each_row(memory: int, is_sound: bool, window: int) -> None:
+    """Unless the device's memory is another one by then, or the one before erred."""
+    config = tiny_config(max_running=3, max_len=128, kv_tokens=512, window=window, prefill_chunk=64)
+    with scheduler_rig(config, step_s=0.002) as rig:
+        crowd = [Request([at] * 40, 80) for at in range(3)]
+        rig.send(*crowd)
+        rig.wait(lambda: all(rig.ledger.count[request.row] > 8 for request in crowd))
+        os.kill(rig.process.pid, signal.SIGKILL)
+        rig.process.reap()
+        before = rig.stats()
+        rig.memory.control.set_memory("gpu", memory - 1)
+        rig.memory.control.set_memory("scheduler", rig.epoch + (not is_sound))
+        rig.start()
+        rig.finish(*crowd)
+        gained = {name: rig.stats()[name] - before[name] for name in ("prefill_tokens_total", "adopted_pages_total")}
+        if memory == 1 and is_sound:
+            assert gained["prefill_tokens_total"] <= 3 * (config.page_size + 1) and gained["adopted_pages_total"] >= 30
+        else:
+            assert gained["prefill_tokens_total"] >= 3 * 48 and not gained["adopted_pages_total"]
+
+
 def test_a_result_out_of_order_kills_it() -> None:
     with scheduler_rig(tiny_config()) as rig:
         rig.wrong_order = True

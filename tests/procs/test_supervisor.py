@@ -32,9 +32,11 @@ def runs(pid: int) -> bool:
 class Server:
     """A fake server as a subprocess, and what it printed."""
 
-    def __init__(self, tmp_path: Path, *stages: dict[str, object], drain_seconds: float = 20) -> None:
+    def __init__(
+        self, tmp_path: Path, *stages: dict[str, object], drain_seconds: float = 20, standby: bool = False
+    ) -> None:
         self.log = tmp_path / "frontend.log"
-        order = json.dumps({"stages": stages, "drain_seconds": drain_seconds})
+        order = json.dumps({"stages": stages, "drain_seconds": drain_seconds, "standby": standby})
         self.process = subprocess.Popen(
             [sys.executable, "-m", "tests.procs.fake_server", order],
             cwd=ROOT,
@@ -130,7 +132,7 @@ def test_a_stage_that_dies_is_started_again_alone(start: type[Server], fake: str
     server.wait_line("ready")
     before = dict(server.pids)
     line = server.wait_line(f"note gpu died ({reason}), back after ")
-    assert line.endswith(" in epoch 2; 0 requests were prefilled again")
+    assert line.endswith(" in epoch 2; 0 requests were queued again")
     assert server.pids["stepahead: frontend"] == before["stepahead: frontend"]
     assert fake.startswith("at start") or server.pids["stepahead: gpu"] != before.get("stepahead: gpu")
     server.process.send_signal(signal.SIGTERM)
@@ -138,6 +140,10 @@ def test_a_stage_that_dies_is_started_again_alone(start: type[Server], fake: str
     assert status == 0
     assert len([line for line in lines if "died" in line and "not back" not in line]) == 1
     assert ("Traceback" in server.errors) == ("crash" in fake)
+    memory = 1 if "killed" in fake else 2  # that of the first one is sound where nothing went wrong in it
+    assert [line for line in lines if line.startswith("progress gpu: memory")] == [
+        f"progress gpu: memory of epoch {memory}"
+    ]
 
 
 @pytest.mark.parametrize(("fake", "reason"), [*DEATHS, ("dead before boot", "ended with status 7, without a reason")])
@@ -170,7 +176,9 @@ def test_a_stopped_stage_is_killed_and_started_again(start: type[Server]) -> Non
     server.wait_line("note gpu died (stopped by a signal), back after ")
     assert not runs(stopped)
     server.process.send_signal(signal.SIGTERM)
-    assert server.end()[0] == 0
+    status, lines = server.end()
+    assert status == 0
+    assert [line for line in lines if line.startswith("progress gpu:")] == ["progress gpu: memory of epoch 1"] * 2
 
 
 def test_a_stage_that_is_stopped_while_it_starts_does_not_hold_up_the_server(start: type[Server]) -> None:

@@ -126,21 +126,25 @@ def test_every_stage_is_handed_its_own_rings_and_no_others() -> None:
     try:
         for stage, rings in RINGS.items():
             record = memory.boot_record(stage, ready_fd=0, listen_fd=None)
-            assert set(record.segments) - {"control", "stats", "trace", "ledger"} == rings
+            own = {"batch"} if stage == "scheduler" else set()
+            assert set(record.segments) - {"control", "stats", "trace", "ledger"} == rings | own
             assert set(record.doorbells) == set(STAGES)
             assert record.weights == (memory.weights if stage == "gpu" else None)
-            assert memory.weights is not None and (memory.weights[0] in record.fds) == (stage == "gpu")
+            assert record.kv == (memory.kv if stage == "gpu" else None)
+            for kept in (memory.weights, memory.kv):
+                assert kept is not None and (kept[0] in record.fds) == (stage == "gpu")
             fd = record.to_memfd()
             assert Boot.from_fd(fd) == record
             os.close(fd)
-        assert set(memory.segments) == {"control", "stats", "trace", "ledger", *ring_specs(config())}
+        assert set(memory.segments) == {"control", "stats", "trace", "ledger", "batch", *ring_specs(config())}
     finally:
         memory.close()
 
 
-def test_there_is_no_memory_for_packed_weights_where_nobody_packs() -> None:
+def test_there_is_no_memory_for_weights_and_caches_that_lie_on_the_device() -> None:
     memory = ServerMemory(replace(config(), device="cuda", dtype="bfloat16"))
-    assert memory.boot_record("gpu", ready_fd=0, listen_fd=None).weights is None
+    record = memory.boot_record("gpu", ready_fd=0, listen_fd=None)
+    assert record.weights is None and record.kv is None
     memory.close()
 
 

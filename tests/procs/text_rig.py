@@ -48,7 +48,9 @@ class TextRig:
         self._senders: list[Sender] = []
 
     def child(self, stage: str) -> Child:
-        return Child(self.memory.boot_record(stage, self._ready_fd, None))
+        made = Child(self.memory.boot_record(stage, self._ready_fd, None))
+        made.take_over()
+        return made
 
     def sender(self, stage: str) -> Sender:
         """A sender to the channel of `stage`."""

@@ -1,6 +1,7 @@
 """What every stage does first, in real processes."""
 
 import contextlib
+import dataclasses
 import json
 import os
 import re
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm.child import Boot
+from shm.child import WORD_BYTES, Boot
 from shm.control import STAGES, Control
 from shm.doorbell import Doorbell
 from shm.ledger import Ledger
@@ -118,6 +119,7 @@ def test_a_stage_boots_works_and_stops_on_sigterm(nest: Nest) -> None:
         from shm import child
         with child.start() as c:
             c.progress("loading")
+            c.take_over()
             assert (c.stage, c.epoch, c.listen_fd) == ("gpu", 3, None)
             assert c.channels["frontend"] == "ipc://@b"
             assert not c.control.waiting("gpu")
@@ -205,6 +207,7 @@ def test_a_stage_dies_with_its_supervisor(nest: Nest) -> None:
         import os, time
         from shm import child
         with child.start() as c:
+            c.take_over()
             c.ready(str(os.getpid()))
             time.sleep(600)
         """
@@ -265,6 +268,7 @@ def test_an_intake_record_reaches_the_stage_that_waits_for_it(nest: Nest) -> Non
         from shm import child
         from shm.records import read_intake
         with child.start() as c:
+            c.take_over()
             intake = c.ring_consumer("intake")
             c.ready()
             while not c.own_doorbell.wait(lambda: intake.available() > 0, 60_000):
@@ -282,3 +286,74 @@ def test_an_intake_record_reaches_the_stage_that_waits_for_it(nest: Nest) -> Non
     assert nest.line() == {"event": "error", "text": "[5] [1] [7, 8, 9]"}
     process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 0
+
+
+STANDBY = """
+    from shm import child
+    with child.start() as c:
+        assert c.is_standby
+        for early in (c.stats_writer, c.trace, c.ready, lambda: c.ring_consumer("step")):
+            try:
+                early()
+            except AssertionError:
+                continue
+            raise SystemExit("too early")
+        c.take_over()
+        assert not c.is_standby and c.epoch == 7
+        c.ring_consumer("step")
+        c.take_over()  # once is enough
+        c.ready("up")
+        while not c.stopping:
+            c.own_doorbell.wait(lambda: False, 60_000)
+    """
+
+
+def title_of(pid: int) -> str:
+    return Path(f"/proc/{pid}/cmdline").read_bytes().replace(b"\0", b" ").decode().strip()
+
+
+def test_a_standby_touches_nothing_before_the_word(nest: Nest) -> None:
+    nest.bells["gpu"].arm()
+    word_fd, say_fd = os.pipe()
+    process = nest.start(STANDBY, dataclasses.replace(nest.boot(), epoch=0, word_fd=word_fd))
+    os.close(word_fd)
+    before = {name: bytes(segment.buf) for name, segment in nest.segments.items()}
+    assert nest.line() == {"event": "prepared", "text": ""}
+    assert title_of(process.pid) == "stepahead: gpu (standby)"
+    assert {name: bytes(segment.buf) for name, segment in nest.segments.items()} == before
+    assert nest.control.waiting("gpu"), "the stage that lives waits"
+    os.write(say_fd, (7).to_bytes(WORD_BYTES, "little"))
+    os.close(say_fd)
+    assert nest.line() == {"event": "ready", "text": "up"}
+    assert title_of(process.pid) == "stepahead: gpu"
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize("how", ["SIGTERM", "nobody is left"])
+def test_a_standby_ends_without_having_been_the_stage(nest: Nest, how: str) -> None:
+    word_fd, say_fd = os.pipe()
+    process = nest.start(STANDBY, dataclasses.replace(nest.boot(), epoch=0, word_fd=word_fd))
+    os.close(word_fd)
+    assert nest.line()["event"] == "prepared"
+    if how == "SIGTERM":
+        process.send_signal(signal.SIGTERM)
+    else:
+        os.close(say_fd)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    assert (process.returncode, errors) == (0, "")
+    assert nest.control.heartbeat_ns("gpu") == 0
+    with contextlib.suppress(OSError):
+        os.close(say_fd)
+
+
+def test_the_word_may_come_before_the_standby_is_prepared(nest: Nest) -> None:
+    word_fd, say_fd = os.pipe()
+    os.write(say_fd, (7).to_bytes(WORD_BYTES, "little"))
+    os.close(say_fd)
+    process = nest.start(STANDBY, dataclasses.replace(nest.boot(), epoch=0, word_fd=word_fd))
+    os.close(word_fd)
+    assert [nest.line()["event"] for _ in range(2)] == ["prepared", "ready"]
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=DEADLINE_S)[1] == ""

@@ -86,6 +86,7 @@ BAD_SERVER = [
     ("threads", limits.THREADS_MAX + 1),
     ("poison", "yes"),
     ("check_order", 1),
+    ("standby", "no"),
 ]
 
 
@@ -188,6 +189,7 @@ def configs(draw: st.DrawFn) -> ServerConfig:
         device=device,
         dtype=draw(st.sampled_from(DTYPES[device])),
         check_order=draw(st.booleans()),
+        standby=draw(st.booleans()),
         overlap=draw(st.booleans()),
         api_key=draw(st.none() | st.text(st.characters(codec="ascii"), min_size=1)),
         drain_seconds=draw(st.floats(0, 100)),

@@ -43,6 +43,7 @@ def test_every_word_of_every_stage_is_its_own() -> None:
         mine.set_epoch(stage, 10 + i)
         mine.set_pid(stage, 20 + i)
         mine.set_restarts(stage, 30 + i)
+        mine.set_memory(stage, 40 + i)
         bell = mine.doorbell(stage, Doorbell.create_fd())
         if i % 2:
             bell.arm()
@@ -51,6 +52,7 @@ def test_every_word_of_every_stage_is_its_own() -> None:
     mine.beat("gpu")
     for i, stage in enumerate(STAGES):
         assert (theirs.epoch(stage), theirs.pid(stage), theirs.restarts(stage)) == (10 + i, 20 + i, 30 + i)
+        assert theirs.memory(stage) == 40 + i
         assert theirs.waiting(stage) == bool(i % 2)
         assert (theirs.heartbeat_ns(stage) >= before) == (stage == "gpu")
     assert theirs.state is STARTING

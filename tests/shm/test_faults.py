@@ -12,6 +12,7 @@ import pytest
 
 from shm import faults
 from shm.faults import NAMES, WRONGS, Fault, Faults, parse
+from tools import chaos_session
 
 ROOT = Path(__file__).resolve().parents[2]
 WRONG = re.compile(r'\bwrong\("([\w.]+)"\)')
@@ -47,6 +48,14 @@ def test_every_rule_that_can_be_broken_is_asked_for_somewhere_and_only_those_nam
     broken.point("gpu.step_seen")
     with pytest.raises(Fault):
         broken.point("gpu.step_seen")
+    with pytest.raises(AssertionError, match="nowhere"):
+        broken.point("gpu.nowhere")
+
+
+def test_whoever_plants_them_is_told_their_names() -> None:
+    assert chaos_session.RULES == WRONGS
+    for page in ("README.md", "ARCHITECTURE.md"):
+        assert all(f"`{name}`" in (ROOT / page).read_text() for name in WRONGS), page
 
 
 @pytest.mark.parametrize("text", ["gpu.nowhere=crash", "gpu.step_seen", "gpu.step_seen=burn", "gpu.step_seen=crash@x"])
@@ -88,3 +97,16 @@ def test_actions(action: str, status: int) -> None:
         [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, timeout=30, check=False
     )
     assert done.returncode == status
+
+
+def test_who_hangs_does_so_in_one_thread_and_for_ever() -> None:
+    program = (
+        "import threading, time; from shm.faults import fault; "
+        "threads = [threading.Thread(target=fault, args=('gpu.step_seen',), daemon=True) for _ in range(2)]; "
+        "[thread.start() for thread in threads]; time.sleep(0.2); print([thread.is_alive() for thread in threads])"
+    )
+    env = {**os.environ, faults.VARIABLE: "gpu.step_seen=hang"}
+    said = subprocess.run(
+        [sys.executable, "-c", program], cwd=ROOT, env=env, capture_output=True, text=True, check=True
+    )
+    assert said.stdout.strip() == "[True, False]"

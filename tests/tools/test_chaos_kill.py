@@ -55,17 +55,29 @@ def test_what_is_unknown_is_told(stages: str, hows: str) -> None:
 
 
 def test_the_plan_is_the_seeds() -> None:
-    def planned(seed: int, kills: int = 20) -> list[tuple[Cell, list[Kill]]]:
-        return list(plan(seed, cells_of("gpu,gpu+tokenizer", "KILL,STOP"), kills, (0.5, 1.5)))
+    cells = cells_of("gpu,gpu+tokenizer", "KILL,STOP")
+
+    def planned(seed: int, kills: int = 60) -> list[list[Kill]]:
+        return list(plan(seed, cells, kills, (0.5, 1.5)))
 
     assert planned(1) == planned(1) != planned(2)
-    kills = [kill for _, of_cell in planned(1) for kill in of_cell]
-    assert len(kills) == 80 and all(0.5 <= kill.wait_s <= 1.5 for kill in kills)
-    assert len({kill.wait_s for kill in kills}) == 80, "another instant each time, in each cell"
+    phases = planned(1)
+    assert [len(kills) for kills in phases] == [100, 100, 40]
+    for kills in phases:
+        assert [kill.cell for kill in kills] != sorted((kill.cell for kill in kills), key=cells.index), "in any order"
+        assert {[kill.cell for kill in kills].count(cell) for cell in cells} == {len(kills) // 4}
+    kills = [kill for phase in phases for kill in phase]
+    assert all(0.5 <= kill.wait_s <= 1.5 for kill in kills)
+    assert len({kill.wait_s for kill in kills}) == len(kills), "another instant each time"
     apart = [kill.apart_s for kill in kills if kill.cell.target == "gpu+tokenizer"]
     assert {len(one) for one in apart} == {2} and all(one[0] == 0 for one in apart)
     assert {one[1] == 0 for one in apart} == {True, False}, "both at once, and one after the other"
-    assert planned(1, 5)[0][1] == planned(1)[0][1][:5], "more kills do not change the first ones"
+
+
+def test_a_server_whose_supervisor_dies_has_one_kill() -> None:
+    phases = list(plan(3, cells_of("supervisor,gpu", "KILL"), 3, (0, 1)))
+    assert [[kill.cell.target for kill in kills] for kills in phases] == [["gpu"] * 3, *[["supervisor"]] * 3]
+    assert not list(plan(3, cells_of("gpu", "KILL"), 0, (0, 1)))
 
 
 @ON_X86

@@ -15,6 +15,7 @@ from tools.chaos_processes import (
     Leaks,
     below,
     holdings_of,
+    is_complete,
     is_idle,
     leaks_between,
     restarts_of,
@@ -29,7 +30,7 @@ stepahead_pages_cached 33.0
 stepahead_open_rows 2.0
 stepahead_stage_restarts_total{stage="gpu"} 3.0
 """
-# A parent and two children: one of them lives, one is a zombie. A memfd of 8 KiB is open in both that live.
+# A parent and three children: a stage, its standby, and a zombie. A memfd of 8 KiB is open in all that live.
 FAMILY = """
 import os, sys, time
 from setproctitle import setproctitle
@@ -44,6 +45,11 @@ if not os.fork():
     setproctitle("stepahead: gpu")
     os.write(there, b"x")
     time.sleep(600)
+if not os.fork():
+    setproctitle("stepahead: gpu (standby)")
+    os.write(there, b"x")
+    time.sleep(600)
+os.read(here, 1)
 os.read(here, 1)
 setproctitle("stepahead: supervisor")
 print(flush=True)
@@ -56,6 +62,12 @@ def test_samples_are_read_with_their_labels() -> None:
     assert metrics["stepahead_pages"] == 100
     assert restarts_of(metrics)["gpu"] == 3 and restarts_of(metrics)["scheduler"] == 0
     assert not is_idle(metrics) and is_idle({**metrics, "stepahead_open_rows": 0})
+
+
+def test_a_server_is_complete_once_its_standbys_are_prepared() -> None:
+    assert is_complete({}), "there are servers without"
+    assert not is_complete({"stepahead_standbys": 1, "stepahead_standbys_wanted": 5})
+    assert is_complete({"stepahead_standbys": 5, "stepahead_standbys_wanted": 5})
 
 
 def test_a_leak_is_what_is_held_more() -> None:
@@ -82,20 +94,22 @@ def test_a_servers_processes_are_found_and_counted(lists: bool, monkeypatch: pyt
         found = stages_below(parent.pid)
         assert sorted(found) == ["gpu", "supervisor"] and found["supervisor"] == parent.pid
         holdings = holdings_of(parent.pid, samples(EXPOSITION))
-        assert (holdings.processes, holdings.zombies, holdings.memfd_bytes) == (1, 1, 8192)
+        assert (holdings.processes, holdings.zombies, holdings.memfd_bytes) == (2, 1, 8192)
         assert (holdings.pages, holdings.rows) == (7, 2)
         assert holdings.fds["gpu"] == len(list(Path(f"/proc/{found['gpu']}/fd").iterdir()))
-        os.kill(found["gpu"], 9)
+        for child in below(parent.pid):
+            os.kill(child, 9)
     finally:
         parent.kill()
         parent.wait()
         parent.stdout.close()
 
 
-def test_a_stage_is_known_before_it_has_a_title() -> None:
-    code = ["-c", "print(flush=True); import time; time.sleep(600)", "-m", "procs.executor", "--boot-fd", "3"]
+@pytest.mark.parametrize(("words", "stage"), [([], "gpu"), (["--standby"], None)])
+def test_a_stage_is_known_before_it_has_a_title(words: list[str], stage: str | None) -> None:
+    code = ["-c", "print(flush=True); import time; time.sleep(600)", "-m", "procs.executor", "--boot-fd", "3", *words]
     with subprocess.Popen([sys.executable, *code], stdout=subprocess.PIPE) as process:
         assert process.stdout is not None and process.stdout.readline() == b"\n"
-        assert chaos_processes.stage_of(process.pid) == "gpu"
+        assert chaos_processes.stage_of(process.pid) == stage
         process.kill()
     assert chaos_processes.stage_of(process.pid) is None

@@ -22,6 +22,7 @@ from tools.chaos_report import (
     document_of,
     faults_text,
     lines_in,
+    next_ms,
     phase_text,
     row_of,
     rows_of,
@@ -55,9 +56,13 @@ def strike(cell: Cell, at_ms: int, back_ms: int | None, seen_ms: int) -> Strike:
     return Strike(Kill(cell, 0.5, (0.0,) * len(deaths)), deaths, back_ms * MS if back_ms else 0)
 
 
+def planned(cell: Cell, kills: int) -> list[Kill]:
+    return [Kill(cell, 0.5, (0.0,) * len(cell.stages))] * kills
+
+
 @pytest.fixture
 def phases() -> list[Phase]:
-    gpu = Phase(GPU, 2)
+    gpu = Phase(planned(GPU, 2))
     gpu.strikes = [strike(GPU, 1500, 1901, 4), strike(GPU, 4000, 4301, 8)]
     gpu.stories = [
         story(GREEDY, 0, [1000, 1100, 1200, 1900, 2000], 2010),
@@ -65,8 +70,8 @@ def phases() -> list[Phase]:
         story(LEAVE, 2, [1300, 1950], 1951),
         story(GREEDY, 0, [3900, 3990, 4250], 4600, Fault("doubled", "tokens", 4250 * MS, 0, 2, "(4, 5) once more")),
     ]
-    gpu.lines = [Line("gpu", "killed by SIGKILL", 0.35, 2, 3, "requests were prefilled again")]
-    frontend = Phase(FRONTEND, 3)
+    gpu.lines = [Line("gpu", "killed by SIGKILL", 0.35, 2, 3, "requests were queued again")]
+    frontend = Phase(planned(FRONTEND, 3))
     frontend.strikes = [strike(FRONTEND, 6000, None, 70)]
     frontend.stories = [story(GREEDY, 0, [5500, 5600, 5700], 6071)]
     frontend.leaks, frontend.extra_restarts = Leaks(fds=2, memfd_bytes=4096), 1
@@ -81,30 +86,62 @@ def test_a_silence_counts_where_it_reaches_into_the_time_asked_for() -> None:
     assert silence_ms(streams, 60 * MS, 70 * MS) == 0
 
 
+def test_the_next_token_is_the_one_behind_the_longest_silence_of_all() -> None:
+    moments = [0, 10 * MS, 12 * MS, 40 * MS, 45 * MS, 90 * MS]
+    assert next_ms(moments, 11 * MS, 44 * MS) == 29, "what was still under way at 12 is not it"
+    assert next_ms(moments, 41 * MS, 43 * MS) == 4
+    assert next_ms(moments, 91 * MS, 99 * MS) == 0
+
+
+def test_calm_is_measured_as_kills_are(phases: list[Phase]) -> None:
+    calm = Phase(stories=phases[0].stories[:2], probes=[(1050 * MS, 1300 * MS), (1250 * MS, 1950 * MS)])
+    row = row_of(None, [calm, *phases])
+    assert (row.stage, row.signal, row.kills, row.is_clean) == ("none", "-", 0, True)
+    assert (row.recovery_ms, row.next_ms, row.pause_ms) == ([250, 700], [850, 650], [700, 700])
+
+
 def test_a_row_sums_up_its_kills(phases: list[Phase]) -> None:
-    row = row_of(phases[:1])
+    row = row_of(GPU, phases)
     assert (row.kills, row.recovered, row.requests, row.is_clean) == (2, 2, 4, False)
     assert row.faulty == {"lost": 0, "missing": 0, "doubled": 1, "different": 0}
     assert row.detection_ms == [4, 4, 8, 8]
     assert row.pause_ms == [700, 350], "the slow reader's silences are its own"
+    assert row.next_ms == [399, 249]
     assert row.recovery_ms == [400, 300], "from the second of two deaths"
     assert row.untold == 3
     assert step_ms(phases[0].stories) == 180
 
 
+def test_in_a_mixed_phase_a_request_counts_where_it_met_a_kill_and_what_is_left_everywhere(phases: list[Phase]) -> None:
+    gpu, frontend = phases
+    mixed = Phase([*gpu.planned, *frontend.planned])
+    mixed.strikes = gpu.strikes + frontend.strikes
+    mixed.stories = [*gpu.stories, story(GREEDY, 0, [1950, 2000, 2300], 2400), *frontend.stories]
+    mixed.leaks = Leaks(fds=1)
+    rows = rows_of([mixed])
+    assert [(row.stage, row.kills, row.recovered, row.requests) for row in rows] == [
+        ("frontend", 3, 0, 1), ("gpu+scheduler", 2, 2, 4),
+    ]  # fmt: skip
+    assert [row.leaks.fds for row in rows] == [1, 1] and mixed.name == "2 ways"
+    fault = Fault("lost", "end", 2400 * MS, 0, 1, "never came")
+    mixed.stories.append(story(GREEDY, 0, [1950, 2000, 2300], 2400, fault))
+    assert [row.faulty["lost"] for row in rows_of([mixed])] == [1, 1], "whoever met no kill, and lost something"
+    assert rows[1].pause_ms == row_of(GPU, phases).pause_ms
+
+
 def test_a_row_is_clean_only_if_nobody_noticed_and_nothing_is_left(phases: list[Phase]) -> None:
     clean = phases[0]
     clean.stories = clean.stories[:3]
-    assert row_of([clean]).is_clean
+    assert row_of(GPU, [clean]).is_clean
     for change in (
         {"leaks": Leaks(zombies=1)},
         {"extra_restarts": 1},
         {"unheard": 1},
-        {"planned": 3},
+        {"planned": planned(GPU, 3)},
         {"strikes": clean.strikes[:1]},
     ):
         harmed = Phase(**{**clean.__dict__, **change})
-        assert not row_of([harmed]).is_clean, change
+        assert not row_of(GPU, [harmed]).is_clean, change
 
 
 def test_the_table_is_the_golden_one(phases: list[Phase]) -> None:
@@ -135,13 +172,12 @@ def test_the_picture_shows_requests_and_kills(phases: list[Phase]) -> None:
 def test_the_document_holds_everything(phases: list[Phase]) -> None:
     document = orjson.loads(orjson.dumps(document_of(phases, 12.0, {"seed": 7})))
     assert (document["seed"], document["is_clean"], document["step_ms"]) == (7, False, 12.0)
-    assert [row["stage"] for row in document["rows"]] == ["gpu+scheduler", "frontend"]
-    assert document["rows"][0]["pause_ms_p50"] == 525 and document["rows"][1]["recovery_ms_p99"] is None
+    assert [row["stage"] for row in document["rows"]] == ["frontend", "gpu+scheduler"]
+    assert document["rows"][1]["pause_ms_p50"] == 525 and document["rows"][0]["recovery_ms_p99"] is None
     assert document["strikes"][0]["at_ms"] == 500 and document["strikes"][0]["deaths"][1]["after_ms"] == 1
     assert document["faults"] == [
         {
-            "stage": "gpu+scheduler",
-            "signal": "KILL",
+            "kills": "gpu+scheduler, KILL",
             "request": GREEDY.number,
             "request_kind": "greedy",
             "kind": "doubled",

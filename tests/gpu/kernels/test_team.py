@@ -51,6 +51,19 @@ def test_every_task_of_every_phase_runs_once(threads: int, tasks: int) -> None:
     team.close()
 
 
+def test_at_rest_it_runs_nothing() -> None:
+    team = Team(2)
+    counts, faults = np.zeros(3, np.int64), np.zeros(1, np.int64)
+    block = team.block(8)
+    block[:5] = (7, 3, counts.ctypes.data, faults.ctypes.data, 0)
+    with team.rest():
+        team.run(count_tasks, block)
+    assert counts.tolist() == [0] * 3
+    team.run(count_tasks, block)
+    assert counts.tolist() == [7] * 3
+    team.close()
+
+
 def test_more_threads_than_cores_and_many_short_jobs() -> None:
     team = Team(8)
     counts, faults = np.zeros(4, np.int64), np.zeros(1, np.int64)
