@@ -55,7 +55,7 @@ def serve(
     overlap: opt.Overlap = True,
     standby: opt.Standby = True,
     threads: opt.Threads = None,
-    prefill_chunk: opt.PrefillChunk = 512,
+    prefill_chunk: opt.PrefillChunk = 256,
     drain_seconds: opt.DrainSeconds = 30.0,
     poison: opt.Poison = False,
     speculate: opt.Speculate = "off",

@@ -89,7 +89,7 @@ PrefillChunk = Annotated[
     int,
     typer.Option(
         help="Prompt tokens that one step computes at most. More: prompts are read faster, but running answers stall "
-        "for longer.",
+        "for longer, and so do all behind a death. A GPU can do with some thousands.",
         rich_help_panel=RUNNING,
     ),
 ]

@@ -143,7 +143,7 @@ class RowTable:
         fault("frontend.row_sent")
 
     def _give_up(self, row: Row, deaths: int) -> bool:
-        """The tokenizer died of `row`. Called while none lives; False if the row was ready all the same."""
+        """Tokenizers died of `row`, which none has now; False if it was ready all the same."""
         if self._ledger.ready[row.number] == row.generation:
             return False
         self._free_row(row)

@@ -57,10 +57,10 @@ class Process:
     def __init__(self, c: Child) -> None:
         assert c.listen_fd is not None
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._tokenizer = Sender(self._context, c.channels["tokenizer"])
+        self._tokenizer = Sender(self._context, c.channels["tokenizer"], c.control.epoch("tokenizer"))
         meter = Meter(c.stats_writer())
         self._child = c
-        self._receiver = Receiver.bind(c.channels["frontend"], self._context)
+        self._receiver = Receiver.bind(c.channels["frontend"], c.epoch, self._context)
         self._kicked = asyncio.Event()
         self._broken: BaseException | None = None
         ring = c.doorbells["scheduler"].ring

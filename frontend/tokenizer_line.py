@@ -22,6 +22,8 @@ class Channel(Protocol):
 
     def send(self, message: dict[str, Any]) -> None: ...
 
+    def turn_to(self, epoch: int) -> None: ...
+
 
 @dataclass(slots=True)
 class _Open:
@@ -48,6 +50,7 @@ class TokenizerLine:
         self._told = 0  # how many of them are
         self._suspects = 0  # how many of them are
         self._epoch = control.epoch("tokenizer")
+        channel.turn_to(self._epoch)
 
     @property
     def epoch(self) -> int:
@@ -89,6 +92,7 @@ class TokenizerLine:
         epoch = self._control.epoch("tokenizer")
         if epoch != self._epoch:
             self._epoch = epoch
+            self._channel.turn_to(epoch)
             self._bury()
         if self._told < len(self._open):
             self._go_on()

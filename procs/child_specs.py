@@ -35,6 +35,8 @@ class ChildSpec:
     stage: str
     module: str  # run as `python -m`
     ready_seconds: float  # a start that takes longer has failed
+    # One that is started again, and sleeps for so long, hangs. (A first start may wait for a compiler.)
+    asleep_seconds: float = 15.0
     stop_seconds: float  # from SIGTERM to SIGKILL
     listens: bool = False  # gets the listening socket
     env: Mapping[str, str] = field(default_factory=dict)

@@ -271,7 +271,8 @@ def main() -> None:
         gc.freeze()  # the table lives as long as the process: no need to look through it ever again
         stage.take_over()
         progress = stage.ring_consumer("progress")
-        frontend = Sender(zmq.Context.instance(), stage.channels["frontend"])
+        to = stage.control.serves("frontend")
+        frontend = Sender(zmq.Context.instance(), stage.channels["frontend"], to)
         detokenizer = Detokenizer(
             stage.ledger,
             progress,
@@ -301,6 +302,7 @@ def agree_on_text(stage: child.Child, frontend: Sender, detokenizer: Detokenizer
     if control.hears("frontend") != stage.epoch:
         stage.own_doorbell.wait(lambda: control.hears("frontend") == stage.epoch, REBUILD_LOOK_MS)
         return False
+    frontend.turn_to(mark["to"])
     frontend.mark = mark
     detokenizer.rebuild()
     return True

@@ -6,6 +6,7 @@ Decides over times and states that it is told, but for `look_at`, which reads th
 
 from __future__ import annotations
 
+import math
 import signal
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -18,6 +19,8 @@ from procs.child_specs import ChildSpec
 LOOK_SECONDS = 0.04  # between two looks; a heartbeat comes at least every 0.05 s
 STOPPED_SECONDS = 0.04  # without a heartbeat, of a process that was stopped: it will not go on by itself
 ASLEEP_SECONDS = 1.0  # asleep, without a heartbeat or a tick of processor time: it waits for what will not come
+FROZEN_SECONDS = 0.5  # without a look: whoever looks was stopped itself, perhaps with all the others,
+GRACE_SECONDS = 1.0  # and those may go on a little later
 SILENT_SECONDS = 30.0  # at work without a heartbeat: in a loop without an end, or on a machine that has no time for it
 STOPPED_BY_SIGNAL = "stopped by a signal"
 STOPPED, TRACED, ASLEEP = "T", "t", "S"  # letters of /proc/PID/stat
@@ -72,9 +75,12 @@ class Pulse:
     together with whom it looks at.
     """
 
-    def __init__(self, look: Callable[[], Look | None]) -> None:
+    def __init__(self, look: Callable[[], Look | None], asleep_s: float = math.inf) -> None:
+        """asleep_s: for how long it may sleep before it has given any sign."""
         self._look = look
+        self._asleep_s = asleep_s
         self._looked_s = 0.0
+        self._grace_until_s = 0.0
         self._beat_ns = 0
         self._ticks = -1
         self._silent_s = 0.0  # since the last heartbeat
@@ -82,8 +88,11 @@ class Pulse:
 
     def hangs(self, now_s: float, beat_ns: int) -> str | None:
         """Why the process is taken for dead, or None. beat_ns: of its last heartbeat, 0 = it gives none yet."""
-        passed_s = min(now_s - self._looked_s, 2 * LOOK_SECONDS) if self._looked_s else 0.0
+        gap_s = now_s - self._looked_s if self._looked_s else 0.0
+        passed_s = min(gap_s, 2 * LOOK_SECONDS)
         self._looked_s = now_s
+        if gap_s > FROZEN_SECONDS:
+            self._grace_until_s = now_s + GRACE_SECONDS
         if beat_ns != self._beat_ns:
             self._beat_ns, self._silent_s, self._still_s = beat_ns, 0.0, 0.0
             return None
@@ -93,9 +102,12 @@ class Pulse:
         self._silent_s += passed_s
         self._still_s = self._still_s + passed_s if (look.ticks, look.state) == (self._ticks, ASLEEP) else 0.0
         self._ticks = look.ticks
+        return None if now_s < self._grace_until_s else self._verdict(look, beat_ns)
+
+    def _verdict(self, look: Look, beat_ns: int) -> str | None:
         if look.state == STOPPED and self._silent_s >= STOPPED_SECONDS:
             return STOPPED_BY_SIGNAL
-        if beat_ns and self._still_s >= ASLEEP_SECONDS:
+        if self._still_s >= (ASLEEP_SECONDS if beat_ns else self._asleep_s):
             return f"hung: asleep without a heartbeat for {self._still_s:.1f} s"
         if beat_ns and self._silent_s >= SILENT_SECONDS:
             return f"hung: no heartbeat for {self._silent_s:.0f} s"

@@ -22,6 +22,8 @@ from procs.child_specs import ChildSpec, command
 from procs.server_memory import ServerMemory
 from shm.child import WORD_BYTES
 
+LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
+
 
 class Said(NamedTuple):
     """One line of the ready pipe."""
@@ -74,6 +76,8 @@ class StageProcess:
                 env=env,
                 process_group=0,
             )
+            self.pid = self._process.pid
+            self.pidfd = self._open_pidfd()
         except BaseException:
             os.close(self.ready_fd)
             self._close_word()
@@ -82,8 +86,14 @@ class StageProcess:
             for fd in (child_end, boot_fd, word_end):
                 if fd >= 0:
                     os.close(fd)
-        self.pid = self._process.pid
-        self.pidfd = os.pidfd_open(self.pid)
+
+    def _open_pidfd(self) -> int:
+        try:
+            return os.pidfd_open(self.pid)
+        except OSError:  # no descriptor is left: a child that nobody can watch is none
+            self._process.kill()
+            self._process.wait()
+            raise
 
     def watch(self, selector: selectors.BaseSelector, heard: Callable[[], None], died: Callable[[], None]) -> None:
         """Have `heard` called whenever the child has said something, and `died` at its end."""

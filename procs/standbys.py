@@ -16,10 +16,8 @@ from functools import partial
 
 from procs.child_specs import ChildSpec
 from procs.restarts import Deaths
-from procs.stage_process import StageProcess
+from procs.stage_process import LAST_WORDS_SECONDS, StageProcess
 from shm.stats import StatsWriter
-
-LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
 
 
 class Plan:

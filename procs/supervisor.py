@@ -13,6 +13,7 @@ never returns while anything that it started is alive. Its signal handlers only 
 
 from __future__ import annotations
 
+import math
 import os
 import selectors
 import signal
@@ -20,14 +21,14 @@ import socket
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
-from typing import Protocol
 
 from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
 from procs.log_line import LogLine
+from procs.report import Report
 from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, Pulse, is_sound, look_at
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
-from procs.stage_process import StageProcess
+from procs.stage_process import LAST_WORDS_SECONDS, StageProcess
 from procs.standbys import Standbys
 from shm.config import ServerConfig
 from shm.control import DRAINING, READY, STARTING
@@ -35,30 +36,10 @@ from shm.faults import fault
 from shm.trace import What
 
 TELL_CLIENTS_SECONDS = 1.0  # after a death, for the frontend to send its error events and end
-LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
 SAME_BREATH_SECONDS = 0.1  # `timeout` and others signal a process and its group: one wish, two signals
 LOOK_AGAIN_SECONDS = 0.02  # between two looks at the open rows
 
 assert TELL_CLIENTS_SECONDS + LAST_WORDS_SECONDS < 2, "from a death to the end of the server"
-
-
-class Report(Protocol):
-    """Who is told what happens; every call is made in the supervisor's thread."""
-
-    def progress(self, stage: str, text: str) -> None:
-        """A stage says what its start is busy with."""
-
-    def ready(self) -> None:
-        """Every stage serves."""
-
-    def note(self, text: str) -> None:
-        """Something worth a line."""
-
-    def log(self, text: str) -> None:
-        """What the server does, now and then."""
-
-    def failed(self, text: str) -> None:
-        """The server ended because of this. The last call."""
 
 
 class StageFailed(Exception):
@@ -151,7 +132,10 @@ class Supervisor:
         control.set_pid("supervisor", os.getpid())
         control.set_serves("supervisor", 1)
         for spec in self._specs:
-            self._children.append(self._start(spec))
+            try:
+                self._children.append(self._start(spec))
+            except OSError as error:
+                raise StageFailed(spec.stage, f"it cannot be started: {error.strerror}") from error
         self._until(lambda: self._stopping or all(child.is_ready for child in self._children), self._look_after)
         if not self._stopping:
             control.state = READY
@@ -175,7 +159,8 @@ class Supervisor:
             standby.take_over(epoch)
         child = standby or self._spawn(spec)
         control.set_pid(spec.stage, child.pid)
-        self._pulses[spec.stage] = Pulse(partial(look_at, child.pid))
+        asleep_s = spec.asleep_seconds if epoch > 1 else math.inf
+        self._pulses[spec.stage] = Pulse(partial(look_at, child.pid), asleep_s)
         child.watch(self._selector, partial(self._hear, child), partial(self._died, child))
         return child
 
@@ -225,26 +210,36 @@ class Supervisor:
         child.unwatch(self._selector)
         stage, status, now_s = child.stage, child.reap(), time.monotonic()
         sound = is_sound(stage, self._config.device, status, child.error, hung)
+        # One that never served may not have looked at what its predecessor left: that is as sound as it was.
+        sound = sound and (child.is_ready or stage in self._sound)
         (self._sound.add if sound else self._sound.discard)(stage)
         self._memory.control.died(stage, reason)
         fault("supervisor.stage_buried")
         if child.error and self._memory.control.state == STARTING:
             raise StageFailed(stage, reason)
-        deaths = self._deaths[stage]
         served_s = self._memory.control.heartbeat_ns(stage) / 1e9 - child.ready_s if child.is_ready else 0.0
-        delay_s = deaths.died(now_s, served_s)  # a hang is no service, however long it takes to be noticed
+        self._try_later(stage, reason, served_s)  # a hang is no service, however long it takes to be noticed
+        self._note(self._obituaries.died(stage, reason, now_s))
+
+    def _try_later(self, stage: str, reason: str, served_s: float = 0.0) -> None:
+        """Have a stage started again when it is due. Raises StageFailed where it has been tried too often."""
+        deaths, now_s = self._deaths[stage], time.monotonic()
+        delay_s = deaths.died(now_s, served_s)
         if delay_s is None:
             raise StageFailed(stage, f"{reason}; it has died too often, {deaths.in_a_row} times in a row")
-        self._note(self._obituaries.died(stage, reason, now_s))
         self._due_s[stage] = now_s + delay_s
 
     def _restart(self, stage: str) -> None:
         del self._due_s[stage]
         place = next(i for i, child in enumerate(self._children) if child.stage == stage)
+        try:
+            self._children[place] = self._start(self._children[place].spec)
+        except OSError as error:  # no room for a process, or for a descriptor: there may be some soon
+            self._try_later(stage, f"it cannot be started: {error.strerror}")
+            return
         self._stats.add("restarts_total")
         control = self._memory.control
         control.set_restarts(stage, control.restarts(stage) + 1)
-        self._children[place] = self._start(self._children[place].spec)
         fault("supervisor.stage_started")
         self._memory.kick_all()  # whoever heard the one that died looks at the epoch, and hears it no more
 
@@ -262,10 +257,13 @@ class Supervisor:
         now_s = time.monotonic()
         for stage in [stage for stage, due_s in self._due_s.items() if due_s <= now_s]:
             self._restart(stage)
-        for child in self._children:
+        for child in list(self._children):
             if not child.is_ready and not child.exited and now_s - child.started_s > child.spec.ready_seconds:
                 busy = f"; the last it said was: {child.last_words}" if child.last_words else ""
-                raise StageFailed(child.stage, f"not ready after {child.spec.ready_seconds:g} s{busy}")
+                late = f"not ready after {child.spec.ready_seconds:g} s{busy}"
+                if self._memory.control.state == STARTING:
+                    raise StageFailed(child.stage, late)
+                self._lost(child, late, hung=late)
         if now_s - self._looked_s >= LOOK_SECONDS:
             self._looked_s = now_s
             self._feel_pulses(now_s)

@@ -316,8 +316,9 @@ def main() -> None:
                     return True
             return False
 
-        receiver = Receiver.bind(stage.channels["tokenizer"])
-        frontend = Sender(zmq.Context.instance(), stage.channels["frontend"])
+        receiver = Receiver.bind(stage.channels["tokenizer"], stage.epoch)
+        to = stage.control.epoch("frontend")
+        frontend = Sender(zmq.Context.instance(), stage.channels["frontend"], to)
         frontend.mark = {"epoch": stage.epoch}  # the frontend hears the living only
         handler = TokenizerStage(
             stage.config,
@@ -338,8 +339,11 @@ def main() -> None:
             stage.beat()
             poller.poll(WAIT_MS_MAX)
             bell.drain()
+            messages = receiver.recv_all()
+            # Behind that: whoever has asked is this frontend, or is dead.
+            frontend.turn_to(stage.control.epoch("frontend"))
             handler.take_long()
-            handler.take(receiver.recv_all())
+            handler.take(messages)
 
 
 if __name__ == "__main__":

@@ -3,6 +3,9 @@
 Owns the sockets and their options. A channel may lose what was under way when a process died, so it may carry nothing
 that the ledger cannot rebuild. It never blocks a sender: what is under way is bounded by the rows of the ledger, not by
 the socket.
+
+Each process of the receiving stage has an address of its own, by its epoch: what is sent to one that lives can never
+end up in the connection to one that has died, whose end the socket need not have noticed.
 """
 
 from __future__ import annotations
@@ -16,7 +19,7 @@ import zmq
 if TYPE_CHECKING:
     import zmq.asyncio
 
-_RECONNECT_MS = 10  # a restarted receiver is found again this soon
+_RECONNECT_MS = 10  # a receiver that is not there yet is found this soon
 
 
 def new_address(stage: str) -> str:
@@ -24,22 +27,41 @@ def new_address(stage: str) -> str:
     return f"ipc://@stepahead-{secrets.token_hex(16)}-{stage}"
 
 
+def _address_of(address: str, epoch: int) -> str:
+    return f"{address}-{epoch}"
+
+
 class Sender:
     """The sending end, for one thread.
 
-    Messages to a receiver that is not there yet are kept until it is. One that dies takes messages with it: those that
-    it had not read, and those sent before the end of the connection was noticed; nobody is told. Later ones are kept
-    for the receiver that takes its place. So the receiver has to know whom it hears: `mark` travels with every message.
+    Messages to a receiver that is not there yet are kept until it is. One that dies takes messages with it, and nobody
+    is told; `turn_to` its successor, and send again what may be missing. The receiver has to know whom it hears: `mark`
+    travels with every message.
     """
 
-    def __init__(self, ctx: zmq.Context[Any], address: str) -> None:
-        # A plain socket from a zmq.asyncio context, too: sending never has to be awaited.
-        self._socket: zmq.Socket[bytes] = ctx.socket(zmq.PUSH, socket_class=zmq.Socket)
-        self._socket.set(zmq.SNDHWM, 0)
-        self._socket.set(zmq.LINGER, 0)
-        self._socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        self._socket.connect(address)
+    def __init__(self, ctx: zmq.Context[Any], address: str, epoch: int) -> None:
+        """epoch: of the receiving process."""
+        self._ctx = ctx
+        self._address = address
+        self._epoch = epoch
+        self._socket = self._connect()
         self.mark: dict[str, int] = {}  # by whom a message is, and to whom: epochs of the two stages
+
+    def turn_to(self, epoch: int) -> None:
+        """Send to this process of the stage from here on; what the one before has not taken is lost."""
+        if epoch != self._epoch:
+            self._epoch = epoch
+            self._socket.close()
+            self._socket = self._connect()
+
+    def _connect(self) -> zmq.Socket[bytes]:
+        # A plain socket from a zmq.asyncio context, too: sending never has to be awaited.
+        socket: zmq.Socket[bytes] = self._ctx.socket(zmq.PUSH, socket_class=zmq.Socket)
+        socket.set(zmq.SNDHWM, 0)
+        socket.set(zmq.LINGER, 0)
+        socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
+        socket.connect(_address_of(self._address, self._epoch))
+        return socket
 
     def send(self, message: dict[str, Any]) -> None:
         """Send an object that JSON can express. Returns at once; that it arrives is not certain (see above)."""
@@ -56,10 +78,10 @@ class Receiver:
         self.socket = socket  # for zmq.Poller
 
     @classmethod
-    def bind(cls, address: str, ctx: zmq.Context[Any] | None = None) -> Receiver:
-        """Take over `address`; raises zmq.ZMQError if another process has it."""
+    def bind(cls, address: str, epoch: int, ctx: zmq.Context[Any] | None = None) -> Receiver:
+        """Be the process of this epoch; raises zmq.ZMQError if another one is."""
         socket: zmq.Socket[bytes] = (ctx or zmq.Context.instance()).socket(zmq.PULL)
-        _bind(socket, address)
+        _bind(socket, _address_of(address, epoch))
         return cls(socket)
 
     @property
@@ -91,12 +113,12 @@ class AsyncReceiver:
         self.socket = socket
 
     @classmethod
-    def bind(cls, address: str, ctx: zmq.asyncio.Context | None = None) -> AsyncReceiver:
-        """Take over `address`; raises zmq.ZMQError if another process has it."""
+    def bind(cls, address: str, epoch: int, ctx: zmq.asyncio.Context | None = None) -> AsyncReceiver:
+        """Be the process of this epoch; raises zmq.ZMQError if another one is."""
         import zmq.asyncio  # only the frontend pays for asyncio
 
         socket = (ctx or zmq.asyncio.Context.instance()).socket(zmq.PULL)
-        _bind(socket, address)
+        _bind(socket, _address_of(address, epoch))
         return cls(socket)
 
     async def recv(self) -> Any:

@@ -123,7 +123,7 @@ class ServerConfig(_Json):
     kv_tokens: int
     page_size: int = 16
     max_len: int  # tokens of one request, prompt and output
-    prefill_chunk: int = 512
+    prefill_chunk: int = 256
     api_key: str | None = None
     drain_seconds: float = 30.0
     log_seconds: float = 10.0  # between two lines about what the server does; 0: none

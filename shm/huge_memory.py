@@ -1,16 +1,19 @@
 """Mappings of a memfd that begin where a huge page does, so that the kernel can put their memory into huge pages.
 
-Owns the mapping, and the calls of the C library that it takes. It knows nothing of what the bytes are. Whoever streams
-through much memory for every token feels small pages.
+Owns the memfd's making, the mapping, and the calls of the C library that it takes. It knows nothing of what the bytes
+are. Whoever streams through much memory for every token feels small pages.
 """
 
 from __future__ import annotations
 
 import ctypes
+import fcntl
 import mmap
 import os
 import weakref
 from typing import Any
+
+from shm.segment import SEALS
 
 HUGE_BYTES = 2 << 20
 _MADV_COLLAPSE = 25
@@ -23,6 +26,19 @@ _libc.munmap.argtypes = [ctypes.c_void_p, ctypes.c_size_t]
 _libc.mprotect.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _libc.madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
 _FAILED = ctypes.c_void_p(-1).value
+
+
+def create_fd(name: str, nbytes: int) -> tuple[int, int]:
+    """Return a memfd for `nbytes`, in whole huge pages, its size sealed, and that size. It takes no memory yet."""
+    size = -(-nbytes // HUGE_BYTES) * HUGE_BYTES
+    fd = os.memfd_create(f"stepahead-{name}", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
+    try:
+        os.ftruncate(fd, size)
+        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
+    except BaseException:
+        os.close(fd)
+        raise
+    return fd, size
 
 
 class HugeMapping:

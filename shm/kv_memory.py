@@ -15,17 +15,16 @@ The record is little-endian words of 8 bytes: magic, version, state, and 32 byte
 from __future__ import annotations
 
 import errno
-import fcntl
-import os
 import time
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+from shm import huge_memory
 from shm.huge_memory import HUGE_BYTES, HugeMapping
 from shm.limits import CACHE_LINE_BYTES, HEADER_BYTES
-from shm.segment import SEALS, LayoutError, check_sealed
+from shm.segment import LayoutError, check_sealed
 
 VERSION = 1
 EMPTY, LAID_OUT = range(2)
@@ -41,15 +40,7 @@ MAGIC = int.from_bytes(b"kvcache\0", "little")
 
 def create_fd(nbytes: int) -> tuple[int, int]:
     """Return a memfd for `nbytes` of caches, its size sealed, and that size. It takes no memory yet."""
-    size = -(-(HEADER_BYTES + nbytes) // HUGE_BYTES) * HUGE_BYTES
-    fd = os.memfd_create("stepahead-kv", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, size
+    return huge_memory.create_fd("kv", HEADER_BYTES + nbytes)
 
 
 class KvMemory:

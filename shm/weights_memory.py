@@ -14,15 +14,15 @@ of digest.
 
 from __future__ import annotations
 
-import fcntl
 import os
 
 import numpy as np
 import numpy.typing as npt
 
+from shm import huge_memory
 from shm.huge_memory import HUGE_BYTES, HugeMapping
 from shm.limits import CACHE_LINE_BYTES, HEADER_BYTES
-from shm.segment import SEALS, LayoutError, check_sealed, memory_available_bytes
+from shm.segment import LayoutError, check_sealed, memory_available_bytes
 
 VERSION = 1
 EMPTY, PACKING, COMPLETE = range(3)
@@ -38,15 +38,7 @@ def create_fd(nbytes: int) -> tuple[int, int]:
 
     It takes no memory yet: whoever packs allocates it.
     """
-    size = -(-(HEADER_BYTES + nbytes) // HUGE_BYTES) * HUGE_BYTES
-    fd = os.memfd_create("stepahead-weights", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
-    try:
-        os.ftruncate(fd, size)
-        fcntl.fcntl(fd, fcntl.F_ADD_SEALS, SEALS)
-    except BaseException:
-        os.close(fd)
-        raise
-    return fd, size
+    return huge_memory.create_fd("weights", HEADER_BYTES + nbytes)
 
 
 def is_packed(fd: int, size: int, digest: bytes) -> bool:

@@ -17,6 +17,7 @@ import uvloop
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from shm.faults import VARIABLE, WRONGS
 from tools.bench_serve import PROMPTS, BenchError, interrupt_on_sigterm, load_prompts
 from tools.chaos_check import KINDS as FAULT_KINDS
 from tools.chaos_check import kinds_of
@@ -25,7 +26,7 @@ from tools.chaos_picture import picture
 from tools.chaos_processes import SUPERVISOR
 from tools.chaos_report import Phase, document_of, faults_text, phase_text, rows_of, step_ms, table_text
 from tools.chaos_requests import KINDS
-from tools.chaos_session import FAULTS_VARIABLE, RULES, Session
+from tools.chaos_session import Session
 
 PROMPT_CHARS_MAX = 4000
 SWITCH_S = 0.0005  # the threads that watch the dying read a clock: they may not wait long for the load's thread
@@ -51,7 +52,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--requests", type=int, default=0, metavar="N", help="different ones; by default 2 a stream")
     parser.add_argument("--tokens", type=int, default=48, metavar="N", help="of an answer, at most")
     parser.add_argument(
-        "--apart", type=_seconds, default=(0.7, 1.7), metavar="MIN,MAX", help="seconds from recovery to the next kill"
+        "--apart", type=_seconds, default=(0.1, 0.5), metavar="MIN,MAX", help="seconds from recovery to the next kill"
     )
     parser.add_argument("--bound", type=float, default=30.0, metavar="SECONDS", help="that a recovery may take")
     parser.add_argument("--timeout", type=float, default=120.0, metavar="SECONDS", help="that a request may take")
@@ -63,7 +64,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         "--plant",
         default="",
         metavar="FAULTS",
-        help=f"start the server with {FAULTS_VARIABLE} set to this: rules to break ({', '.join(RULES)}), or faults as "
+        help=f"start the server with {VARIABLE} set to this: rules to break ({', '.join(WRONGS)}), or faults as "
         "NAME=ACTION[@N][+SECONDS][#EPOCH][?VALUE], the names being in ARCHITECTURE.md",
     )
     parser.add_argument(

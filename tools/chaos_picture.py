@@ -33,7 +33,7 @@ NOTE = (
 )
 
 
-def picture(phases: Sequence[Phase], step_ms: float, panels: int = 3) -> str:
+def picture(phases: Sequence[Phase], step_ms: float, panels: int = 2) -> str:
     """SVG of the first `panels` phases. step_ms: of the server in calm."""
     shown = [phase for phase in phases if phase.stories][:panels]
     parts: list[str] = []

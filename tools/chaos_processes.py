@@ -19,6 +19,7 @@ from procs.child_specs import CHILD_SPECS, STANDBY_WORD
 
 PROC = Path("/proc")
 TITLE = re.compile(r"^stepahead: (\w+)\s*$")  # a standby's has one more word
+ANY_TITLE = re.compile(r"^stepahead: (.*?)\s*$")
 MODULES = {spec.module: spec.stage for spec in CHILD_SPECS}  # how a stage is called before it has a title
 SUPERVISOR = "supervisor"
 STAGES = tuple(sorted(MODULES.values()))
@@ -59,15 +60,20 @@ def below(pid: int) -> dict[int, Stat]:
 
 def stage_of(pid: int) -> str | None:
     """Which stage a process is, by its title, or by its command line while it starts. A standby is none."""
-    try:
-        line = (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
-    except OSError:
-        return None
+    line = _command_line(pid)
     title = TITLE.match(line)
     if title:
         return title[1]
     starts = (stage for module, stage in MODULES.items() if f"-m {module} --boot-fd" in line)
     return None if line.rstrip().endswith(STANDBY_WORD) else next(starts, None)
+
+
+def _command_line(pid: int) -> str:
+    """Empty for a process that is gone."""
+    try:
+        return (PROC / str(pid) / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+    except OSError:
+        return ""
 
 
 def stages_below(supervisor: int) -> dict[str, int]:
@@ -94,7 +100,7 @@ class Holdings:
     """What a server holds at one moment. pages: of the KV cache that are neither free nor cached."""
 
     processes: int = 0
-    fds: Mapping[str, int] = field(default_factory=dict)  # by stage
+    fds: Mapping[str, int] = field(default_factory=dict)  # by title, standbys among them
     memfd_bytes: int = 0
     zombies: int = 0
     pages: int = 0
@@ -135,14 +141,15 @@ def leaks_between(before: Holdings, after: Holdings) -> Leaks:
 
 def holdings_of(supervisor: int, metrics: Mapping[str, float]) -> Holdings:
     """Count now. metrics: the samples of /metrics."""
-    there = stages_below(supervisor)
     children = below(supervisor)
     fds: dict[str, int] = {}
     memfds: dict[int, int] = {}  # inode -> bytes: every process has descriptors of the same segments
-    for stage, pid in there.items():
+    for pid in (supervisor, *children):
+        title = ANY_TITLE.match(_command_line(pid))
         with contextlib.suppress(OSError):
             links = list((PROC / str(pid) / "fd").iterdir())
-            fds[stage] = len(links)
+            if title:
+                fds[title[1]] = len(links)
             for link in links:
                 _note_memfd(link, memfds)
     return Holdings(

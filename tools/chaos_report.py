@@ -19,20 +19,21 @@ from tools.chaos_check import KINDS, Fault, kinds_of
 from tools.chaos_history import History
 from tools.chaos_kill import HOWS, Cell, Kill, Strike
 from tools.chaos_load import Told
-from tools.chaos_processes import Leaks
+from tools.chaos_processes import SUPERVISOR, Leaks
 
 # The server's line about a death, as its supervisor writes it.
 LINE = re.compile(r"^stepahead: (\w+) died \((.*)\), back after ([\d.]+) s in epoch (\d+); (\d+) (.*)$", re.MULTILINE)
+AGAIN = re.compile(r"^stepahead: (\w+) died \((.*)\), and again [\d.]+ s later while it started$", re.MULTILINE)
 HEADINGS = (
     *("stage", "signal", "kills", "requests", *KINDS, "detection", "pause", "next", "recovery"),
-    *("processes", "fds", "memfd", "pages", "zombies", "rows", "restarts", "back"),
+    *("processes", "fds", "memfd", "pages", "zombies", "rows", "restarts", "untold", "back"),
 )
 LEGEND = """requests: under way during a kill, of which so many were lost, had something missing, doubled or different
 detection: from the signal until the supervisor had collected the process; pause: the longest silence of
 any stream around the kill; next: until the end of the longest silence of all streams together; recovery: until the
 first token of a request sent behind the kill; each p50/p99 in ms. The stage none: the same in calm, without a kill
 processes to rows: what an idle server holds more than before the phase, memfd in bytes; restarts: more than kills
-back: kills after which the server served again"""
+untold: deaths without a line in the log; back: kills after which the server served again"""
 
 
 class Line(NamedTuple):
@@ -118,7 +119,7 @@ class Row:
     @property
     def is_clean(self) -> bool:
         """Whether nobody noticed more than a pause, and nothing is left."""
-        harmed = any(self.faulty.values()) or bool(self.leaks) or self.extra_restarts or self.unheard
+        harmed = any(self.faulty.values()) or bool(self.leaks) or self.extra_restarts or self.unheard or self.untold
         return not harmed and self.recovered == self.kills
 
 
@@ -180,6 +181,7 @@ def row_of(cell: Cell | None, phases: Sequence[Phase]) -> Row:
     for phase in phases:
         leaks += phase.leaks
     deaths = [death for phase in phases for strike in phase.strikes for death in strike.deaths]
+    told_of = [death for death in deaths if death.stage != SUPERVISOR]  # who would tell of that one's
     found = [kinds_of(story.faults) for phase in phases for story in phase.stories_of(cell)]
     return Row(
         stage=cell.target if cell else "none",
@@ -198,7 +200,7 @@ def row_of(cell: Cell | None, phases: Sequence[Phase]) -> Row:
         extra_restarts=sum(phase.extra_restarts for phase in phases),
         unheard=sum(phase.unheard for phase in phases),
         recovered=sum(strike.recovered_ns > 0 for strike in strikes),
-        untold=max(0, len(deaths) - sum(len(phase.lines) for phase in phases)),
+        untold=max(0, len(told_of) - sum(len(phase.lines) for phase in phases)),
     )
 
 
@@ -211,11 +213,12 @@ def rows_of(phases: Sequence[Phase]) -> list[Row]:
 
 
 def lines_in(log: str) -> list[Line]:
-    """The deaths that a server's log tells of."""
-    return [
+    """The deaths that a server's log tells of. Who died again before it was back has no epoch, and nothing retried."""
+    whole = [
         Line(stage, reason, float(back), int(epoch), int(retried), what)
         for stage, reason, back, epoch, retried, what in LINE.findall(log)
     ]
+    return whole + [Line(stage, reason, 0.0, 0, 0, "died again") for stage, reason in AGAIN.findall(log)]
 
 
 def table_text(rows: Sequence[Row], step: float) -> str:
@@ -228,7 +231,7 @@ def table_text(rows: Sequence[Row], step: float) -> str:
                 str(getattr(row.leaks, name))
                 for name in ("processes", "fds", "memfd_bytes", "pages", "zombies", "rows")
             ),
-            *(str(row.extra_restarts), f"{row.recovered}/{row.kills}"),
+            *(str(row.extra_restarts), str(row.untold), f"{row.recovered}/{row.kills}"),
         )
         for row in rows
     ]

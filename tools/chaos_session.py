@@ -16,6 +16,7 @@ from pathlib import Path
 
 import orjson
 
+from shm.faults import VARIABLE
 from tools.bench_serve import BenchError, Server, get, start, stop
 from tools.chaos_check import check
 from tools.chaos_history import History
@@ -46,15 +47,6 @@ CALM_S = 0.2  # between two that are not to disturb
 LINES_S = 0.5  # behind the last kill, for the log to tell of it
 CUTTERS = ("frontend", SUPERVISOR)  # whose death ends connections
 
-FAULTS_VARIABLE = "STEPAHEAD_FAULTS"  # what the server plants in itself; its words are not looked into here
-# Rules of the server's recovery that it can be told to break, for the help; `shm.faults` owns them.
-RULES = (
-    "scheduler.counts_before_tokens",
-    "scheduler.takes_old_results",
-    "gpu.runs_old_steps",
-    "text.ignores_delivered",
-)
-
 
 class Session:
     """One run. Use as a context manager: whatever happens, the server that it started is ended."""
@@ -72,14 +64,14 @@ class Session:
     ) -> None:
         """arguments: of `stepahead serve`. timeout_s: of a request; bound_s: from a kill to its recovery.
 
-        plant: what FAULTS_VARIABLE is set to for the server. log: where its lines are kept; otherwise they go with it.
+        plant: what `shm.faults.VARIABLE` is set to for it. log: where its lines are kept; otherwise they go with it.
         """
         self._arguments = arguments
         self._streams = streams
         self._api_key = api_key
         self._timeout_s = timeout_s
         self._bound_s = bound_s
-        self._env: Mapping[str, str] | None = {**os.environ, FAULTS_VARIABLE: plant} if plant else None
+        self._env: Mapping[str, str] | None = {**os.environ, VARIABLE: plant} if plant else None
         self._keeps_log = log is not None
         self._log = log or Path(tempfile.mkstemp(prefix="stepahead-chaos-", suffix=".log")[1])
         self._server: Server | None = None
@@ -184,14 +176,15 @@ class Session:
             strike = Strike(kill, [death])
             phase.strikes.append(strike)
             deadline_s = time.monotonic() + BURIAL_S
-            while (left := living(children)) and time.monotonic() < deadline_s:
+            # A process that was just being started is none of them, and ends when it has booted.
+            while (left := living(children) or not is_free(server.url)) and time.monotonic() < deadline_s:
                 await asyncio.sleep(LOOK_S)
             load.stop()
-            if not left and is_free(server.url):
+            if not left:
                 strike.recovered_ns = time.perf_counter_ns()
             else:
-                phase.notes.append(f"{len(left)} processes are left, or the port is not free")
-                phase.leaks.processes = len(left)
+                phase.leaks.processes = len(living(children))
+                phase.notes.append(f"{phase.leaks.processes} processes are left, or the port is not free")
                 load.abandon()
         except BaseException:  # whoever ends this run waits for no answer
             load.abandon()

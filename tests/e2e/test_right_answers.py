@@ -86,7 +86,7 @@ def test_float32_gives_every_id_of_the_greedy_file() -> None:
 TOKENS = 12
 SHORT = requests_of(32, TOKENS)
 LONG = requests_of(20, 56)
-# Against overlap, chunks of 512 and no drafts: one difference would show.
+# Against overlap, chunks of 256 and no drafts: one difference would show.
 OTHERWISE = ("--no-overlap", "--prefill-chunk", "16")
 
 
@@ -95,7 +95,7 @@ OTHERWISE = ("--no-overlap", "--prefill-chunk", "16")
     [("int8", "mtp", "dflash"), ("float32", "dflash", ITSELF), ("bfloat16", "ngram", "mtp")],
 )
 def test_same_ids_in_every_setting(dtype: str, shuffled_with: str, tight_with: str) -> None:
-    """Overlap on and off; alone, 7 and 32 at once in any order; prefix hit; chunks of 16 and 512; retraction; without
+    """Overlap on and off; alone, 7 and 32 at once in any order; prefix hit; chunks of 16 and 256; retraction; without
     drafts, and with every drafter (`tools.same_answers --greedy` runs through all combinations).
 
     Greedy and seeded requests alike. All precisions accumulate in a fixed order, so bfloat16 is exact as well.

@@ -56,8 +56,8 @@ class FakeEngine(threading.Thread):
         self.config = config
         self.ledger = ledger
         self.context: zmq.Context[Any] = zmq.Context()
-        self.receiver = Receiver.bind(tokenizer, self.context)
-        self.sender = Sender(self.context, frontend)
+        self.receiver = Receiver.bind(tokenizer, 0, self.context)
+        self.sender = Sender(self.context, frontend, 1)
         self.sender.mark = {"epoch": 0, "to": 1}  # see LiveFrontend: nobody has ever been started, but the frontend
         self.gate = threading.Event()
         self.gate.set()

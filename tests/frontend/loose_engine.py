@@ -16,6 +16,9 @@ from tests.frontend.live_frontend import server_config
 
 
 class Sent(list[dict[str, Any]]):
+    def turn_to(self, epoch: int) -> None:
+        pass
+
     def send(self, message: dict[str, Any]) -> None:
         self.append(message)
 

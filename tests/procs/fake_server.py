@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
@@ -45,11 +46,19 @@ def config(port: int = 0, **more: Any) -> ServerConfig:
     return ServerConfig(model=MODEL, served_model_name="fake", host="127.0.0.1", port=port, **values)
 
 
-def spec(stage: str, fake: str, ready_seconds: float = 30, stop_seconds: float = 5, deaths: int = 7) -> ChildSpec:
+def spec(
+    stage: str,
+    fake: str,
+    ready_seconds: float = 30,
+    stop_seconds: float = 5,
+    deaths: int = 7,
+    asleep_seconds: float = 15,
+) -> ChildSpec:
     return ChildSpec(
         stage=stage,
         module="tests.procs.fake_stage",
         ready_seconds=ready_seconds,
+        asleep_seconds=asleep_seconds,
         stop_seconds=stop_seconds,
         listens=stage == "frontend",
         env={"FAKE": fake},
@@ -76,6 +85,21 @@ class Lines:
         print(f"failed {text}", flush=True)
 
 
+class Spawn:
+    """Starts processes; those of `no_room`, counted from 1, as on a machine that has no room for another one."""
+
+    def __init__(self, spawn: Any, no_room: list[int]) -> None:
+        self._spawn = spawn
+        self._no_room = no_room
+        self._calls = 0
+
+    def __call__(self, *args: Any, **more: Any) -> Any:
+        self._calls += 1
+        if self._calls in self._no_room:
+            raise OSError(errno.EAGAIN, os.strerror(errno.EAGAIN))
+        return self._spawn(*args, **more)
+
+
 def open_fds() -> dict[str, str]:
     found = {}
     for fd in os.listdir("/proc/self/fd"):
@@ -96,11 +120,12 @@ def main() -> int:
     specs = [spec(**stage) for stage in order["stages"]]
     made = config(port, drain_seconds=order["drain_seconds"], standby=order["standby"])
     supervisor = Supervisor(made, listener, specs)
+    supervisor._spawn = Spawn(supervisor._spawn, order["no_room"])  # type: ignore[method-assign]
     try:
         status = supervisor.run(Lines())
     finally:
         listener.close()
-    del supervisor
+    del supervisor._spawn, supervisor
     gc.collect()
     print(f"left fds {sorted(set(open_fds().items()) - set(before.items()))}", flush=True)
     with open("/proc/self/maps") as maps:

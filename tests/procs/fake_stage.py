@@ -77,6 +77,8 @@ def main() -> None:
                 misbehave(c, how.removeprefix("as standby: "))
             how = "serve"
         c.take_over()
+        if how.startswith("dies, then: "):
+            how = {1: "when ready: crash", 2: how.removeprefix("dies, then: ")}.get(c.epoch, "serve")
         if how.startswith("once: "):
             how = how.removeprefix("once: ") if c.epoch == 1 else "serve"
         if how.startswith("frontend"):

@@ -2,11 +2,11 @@
 
     life = Life(7)                   it dies behind its 7th store or send; 0: never
     ledger_of(ledger, life)          shared memory as this process sees it: what it stores is counted
-    ring_of(ring, life), control_of(control, life), Wire().sender(life)
+    ring_of(ring, life), control_of(control, life), segment_of(segment, life), Wire().sender(life)
 
-Every store of an element, or of a range, is one: planes of the ledger, payloads, headers and cursors of rings, words of
-the control segment; payloads only of a life that is `fine`. What a dead process still does while its calls unwind is
-stopped at its first store.
+Every store of an element, or of a range, is one: planes of the ledger, arrays of a segment, payloads, headers and
+cursors of rings, words of the control segment; payloads only of a life that is `fine`. What a dead process still does
+while its calls unwind is stopped at its first store.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from shm import ring as ring_module
 from shm.control import Control
 from shm.ledger import PLANES, Ledger
 from shm.ring import Ring
+from shm.segment import Segment
 
 
 class Died(Exception):
@@ -144,6 +145,27 @@ def ring_of(ring: Ring, life: Life) -> Ring:
     return mine
 
 
+def segment_of(segment: Segment, life: Life) -> MortalSegment:
+    return MortalSegment(segment, life)
+
+
+class MortalSegment:
+    """Its arrays and words are counted; whoever finds it new formats it."""
+
+    def __init__(self, segment: Segment, life: Life) -> None:
+        self._segment = segment
+        self._life = life
+        self.words = Words(segment.words, life)
+        self.format, self.check = segment.format, segment.check
+
+    @property
+    def formatted(self) -> bool:
+        return self._segment.formatted
+
+    def array(self, dtype: Any, count: int, offset: int = 0) -> Any:
+        return plane_of(self._segment.array(dtype, count, offset), self._life)
+
+
 class Wire:
     """A channel: what has been sent and not been received."""
 
@@ -165,6 +187,9 @@ class WireSender:
         self._wire = wire
         self._life = life
         self.mark: dict[str, int] = {}
+
+    def turn_to(self, _epoch: int) -> None:
+        pass
 
     def send(self, message: dict[str, Any]) -> None:
         self._life.before()

@@ -1,7 +1,7 @@
 """The real scheduler and the real gpu process in one thread, over real rings, and both may die behind any store.
 
-The device is `SimulatedDevice`, whose memory dies with its gpu process; tokenizer, detokenizer and frontend are plain
-code that never dies. `run` serves all requests and returns what became of them.
+The device is `SimulatedDevice`, whose pages die with its gpu process, or outlive it; tokenizer, detokenizer and
+frontend are plain code that never dies. `run` serves all requests and returns what became of them.
 """
 
 from __future__ import annotations
@@ -88,13 +88,17 @@ class Engine:
         gpu: Sequence[int] = (),
         scheduler: Sequence[int] = (),
         fine: bool = True,
+        keeps: bool = False,
     ) -> None:
+        """keeps: pages outlive their gpu process."""
+        self._keeps = keeps
         self.memory = Memory(config)
         self.requests = requests
         self.gpu_deaths, self.scheduler_deaths = Deaths(gpu, fine), Deaths(scheduler, fine)
         self._to_arrive = deque(sorted(requests, key=lambda request: request.arrival))
         self._open: dict[int, Request] = {}
         self._turn = 0
+        self.gpu: Any = None
         self._intake = self.memory.rings["intake"].attach_producer()
         self._progress = self.memory.rings["progress"].attach_consumer()
         self._start_gpu()
@@ -102,7 +106,7 @@ class Engine:
     def run(self) -> list[tuple[Any, ...]]:
         """Serve everything. Asserts that nothing is left anywhere; returns what became of each request."""
         while True:
-            seat = self.memory.seat("scheduler", self.scheduler_deaths.next(), self._wait)
+            seat = self.memory.seat("scheduler", self.scheduler_deaths.next(), self._wait, sound=True)
             seat.beat = lambda seat=seat: self._look(seat)  # type: ignore[method-assign,misc]
             try:
                 with seat.life.turn():
@@ -138,8 +142,11 @@ class Engine:
 
     def _start_gpu(self) -> None:
         while True:
-            seat = self.memory.seat("gpu", self.gpu_deaths.next())
-            self.gpu = Gpu(seat, SimulatedDevice(self.memory.config, self.memory.ledger))
+            seat = self.memory.seat("gpu", self.gpu_deaths.next(), sound=self._keeps)
+            device = SimulatedDevice(self.memory.config, self.memory.ledger)
+            if self._keeps and self.gpu is not None:
+                device.content = self.gpu.device.content
+            self.gpu = Gpu(seat, device)
             try:
                 with seat.life.turn():
                     self.gpu.start()

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+from shm.batch_tables import BatchTables
 from shm.config import ServerConfig
 from shm.control import Control
 from shm.ledger import Ledger
@@ -17,7 +18,7 @@ from shm.ring import Ring
 from shm.segment import Segment
 from shm.stats import Stats
 from shm.trace import Trace
-from tests.procs.mortal import Life, control_of, ledger_of, ring_of
+from tests.procs.mortal import Life, control_of, ledger_of, ring_of, segment_of
 
 Ready = Callable[[], bool]
 Wait = Callable[[Ready], None]
@@ -45,22 +46,28 @@ class Bell:
 
 
 class Memory:
-    """Control segment, ledger and rings; nobody has died yet."""
+    """Control segment, ledger, batch tables and rings; nobody has died yet."""
 
     def __init__(self, config: ServerConfig) -> None:
         self.config = config
         self.control = Control(Segment.create("control", Control.size()))
         size = Ledger.size(config.rows, config.max_len)
         self.ledger = Ledger(Segment.create("ledger", size), config.rows, config.max_len)
+        self.batch = Segment.create("batch", BatchTables.size(config.entries, config.pages_per_row))
         self.rings: dict[str, Ring] = {}
         for name, spec in ring_specs(config).items():
             segment = Segment.create(name, Ring.size(spec.slots, spec.payload_bytes))
             Ring.create(segment, spec.slots, spec.payload_bytes, spec.schema)
             self.rings[name] = Ring(segment, schema=spec.schema)
 
-    def seat(self, stage: str, life: Life, wait: Wait | None = None) -> Seat:
-        """For the process that takes the place of the one before: its epoch is stored."""
-        self.control.set_epoch(stage, self.control.epoch(stage) + 1)
+    def seat(self, stage: str, life: Life, wait: Wait | None = None, sound: bool = False) -> Seat:
+        """For the process that takes the place of the one before: its epoch is stored. sound: it goes on with what that
+        one left in its memory.
+        """
+        epoch = self.control.epoch(stage) + 1
+        if not sound or epoch == 1:
+            self.control.set_memory(stage, epoch)
+        self.control.set_epoch(stage, epoch)
         return Seat(self, stage, life, wait)
 
     def serves(self, stage: str) -> None:
@@ -82,6 +89,7 @@ class Seat:
         self.life = life
         self.ledger = ledger_of(memory.ledger, life)
         self.control = control_of(memory.control, life)
+        self.segments = {"batch": segment_of(memory.batch, life)}
         self.stopping = False
         self.own_doorbell: Any = Bell(wait)
         self.doorbells: dict[str, Any] = dict.fromkeys(("scheduler", "gpu", "detokenizer"), Bell())

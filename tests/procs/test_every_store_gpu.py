@@ -44,10 +44,14 @@ Outcome = list[tuple[Any, ...]]
 
 
 def serve(
-    gpu: tuple[int, ...] = (), scheduler: tuple[int, ...] = (), fine: bool = True, count: int = 5
+    gpu: tuple[int, ...] = (),
+    scheduler: tuple[int, ...] = (),
+    fine: bool = True,
+    count: int = 5,
+    keeps: bool = False,
 ) -> tuple[Outcome, Engine]:
-    """The first `count` requests."""
-    engine = Engine(tiny_config(kv_tokens=64, max_len=24), requests()[:count], gpu, scheduler, fine)
+    """The first `count` requests. keeps: pages outlive their gpu process."""
+    engine = Engine(tiny_config(kv_tokens=64, max_len=24), requests()[:count], gpu, scheduler, fine, keeps)
     return engine.run(), engine
 
 
@@ -56,11 +60,15 @@ def wanted(counted: None) -> Outcome:
     return serve()[0]
 
 
-def test_a_gpu_process_that_dies_behind_any_store(wanted: Outcome) -> None:
+KEEPS = pytest.mark.parametrize("keeps", [False, True], ids=["pages are lost", "pages are kept"])
+
+
+@KEEPS
+def test_a_gpu_process_that_dies_behind_any_store(wanted: Outcome, keeps: bool) -> None:
     number = serve()[1].gpu_deaths.lives[0].stores
     assert number > 100
     for at in range(1, number + 1):
-        found, engine = serve((at,))
+        found, engine = serve((at,), keeps=keeps)
         assert found == wanted, at
         assert len(engine.gpu_deaths.lives) == 2
 
@@ -90,10 +98,10 @@ def test_one_that_dies_again_while_it_takes_over(wanted: Outcome) -> None:
         assert serve(deaths, fine=False, count=FEW)[0] == wanted[:FEW], deaths
 
 
-@settings(max_examples=40, deadline=None)
-@given(st.lists(st.integers(1, 30), max_size=3), st.lists(st.integers(1, 150), max_size=3))
-def test_both_of_them(wanted: Outcome, gpu: list[int], scheduler: list[int]) -> None:
-    assert serve(tuple(gpu), tuple(scheduler), fine=False)[0] == wanted
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.integers(1, 30), max_size=3), st.lists(st.integers(1, 150), max_size=3), st.booleans())
+def test_both_of_them(wanted: Outcome, gpu: list[int], scheduler: list[int], keeps: bool) -> None:
+    assert serve(tuple(gpu), tuple(scheduler), fine=False, keeps=keeps)[0] == wanted
 
 
 # ------------------------------------------------------------------ rules that are broken on purpose

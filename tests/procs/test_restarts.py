@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import subprocess
@@ -44,9 +45,9 @@ def test_who_has_served_begins_a_new_row_but_not_for_ever() -> None:
 class Patient:
     """A pulse that is felt at every look, with what the test says of the process."""
 
-    def __init__(self) -> None:
+    def __init__(self, asleep_s: float = math.inf) -> None:
         self.look = Look("S", 0)
-        self.pulse = Pulse(lambda: self.look)
+        self.pulse = Pulse(lambda: self.look, asleep_s)
         self.now_s = 100.0
 
     def feel(self, beat_ns: int, seconds: float = LOOK_SECONDS) -> str | None:
@@ -100,11 +101,25 @@ def test_who_does_not_look_counts_no_time() -> None:
     assert patient.feel(1) is None and patient.feel(2) is None
 
 
+def test_who_was_frozen_with_the_one_that_looks_may_go_on_a_little_later() -> None:
+    patient = Patient()
+    patient.look = Look("T", 0)
+    patient.feel(1)
+    assert patient.feel(2, 5.0) is None, "its last heartbeat is news, and old"
+    assert 0.9 < (patient.until_dead(2, 3.0) or 0) < 1.1
+
+
 def test_a_process_that_starts_gives_no_sign_yet_but_must_not_be_stopped() -> None:
     patient = Patient()
     assert patient.until_dead(0, 2 * SILENT_SECONDS) is None
     patient.look = Look("T", 0)
     assert patient.until_dead(0, 1.0) is not None
+
+
+def test_a_process_that_is_started_again_may_not_sleep_for_long() -> None:
+    assert Patient(15.0).until_dead(0, 14.9) is None
+    assert Patient(15.0).until_dead(0, 600.0, ticks=True) is None, "it is at work"
+    assert 15 <= (Patient(15.0).until_dead(0, 16.0) or 0) < 15.2
 
 
 def test_a_process_is_looked_at() -> None:

@@ -12,6 +12,7 @@ import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import psutil
 import pytest
@@ -33,12 +34,17 @@ class Server:
     """A fake server as a subprocess, and what it printed."""
 
     def __init__(
-        self, tmp_path: Path, *stages: dict[str, object], drain_seconds: float = 20, standby: bool = False
+        self,
+        tmp_path: Path,
+        *stages: dict[str, object],
+        drain_seconds: float = 20,
+        standby: bool = False,
+        no_room: tuple[int, ...] = (),
     ) -> None:
         self.log = tmp_path / "frontend.log"
-        order = json.dumps({"stages": stages, "drain_seconds": drain_seconds, "standby": standby})
+        order = {"stages": stages, "drain_seconds": drain_seconds, "standby": standby, "no_room": no_room}
         self.process = subprocess.Popen(
-            [sys.executable, "-m", "tests.procs.fake_server", order],
+            [sys.executable, "-m", "tests.procs.fake_server", json.dumps(order)],
             cwd=ROOT,
             env={**os.environ, "FAKE_LOG": str(self.log)},
             stdout=subprocess.PIPE,
@@ -93,7 +99,7 @@ def name_of(child: psutil.Process, seconds: float = 5) -> str:
 def start(tmp_path: Path) -> Iterator[object]:
     started: list[Server] = []
 
-    def one(*stages: dict[str, object], **more: float) -> Server:
+    def one(*stages: dict[str, object], **more: Any) -> Server:
         started.append(Server(tmp_path, *stages, **more))
         return started[-1]
 
@@ -192,6 +198,47 @@ def test_a_stage_that_is_stopped_while_it_starts_does_not_hold_up_the_server(sta
     assert "note gpu died (stopped by a signal) and did not come back" in lines
 
 
+def test_a_stage_that_hangs_when_it_is_started_again_is_started_once_more(start: type[Server]) -> None:
+    server = start({"stage": "gpu", "fake": "dies, then: hang", "asleep_seconds": 0.4}, FRONTEND)
+    server.wait_line("ready")
+    server.wait_line("note gpu died (RuntimeError: boom), and again ")
+    assert server.wait_line("note gpu died (hung: asleep without a heartbeat for 0.4 s), back after ").endswith(
+        " in epoch 3; 0 requests were queued again"
+    )
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+
+
+@pytest.mark.parametrize(("then", "memory"), [("at start: killed", 3), ("when ready: killed", 2)])
+def test_who_never_served_does_not_make_sound_what_an_error_left(start: type[Server], then: str, memory: int) -> None:
+    server = start({"stage": "gpu", "fake": f"dies, then: {then}"}, FRONTEND)
+    server.wait_line("ready")
+    server.wait_line("note gpu died (killed by SIGKILL (is memory short?)), back after ")
+    server.process.send_signal(signal.SIGTERM)
+    status, lines = server.end()
+    assert status == 0
+    assert f"progress gpu: memory of epoch {memory}" in lines, "what the third one is told"
+
+
+def test_a_start_that_finds_no_room_is_tried_again(start: type[Server]) -> None:
+    server = start({"stage": "gpu", "fake": "once: when ready: killed"}, FRONTEND, no_room=(3, 4))
+    server.wait_line("ready")
+    line = server.wait_line("note gpu died (killed by SIGKILL (is memory short?)), back after ")
+    assert line.endswith(" in epoch 4; 0 requests were queued again")
+    server.process.send_signal(signal.SIGTERM)
+    assert server.end()[0] == 0
+
+
+@pytest.mark.parametrize("no_room", [(2,), tuple(range(3, 20))], ids=["at first", "for ever"])
+def test_without_room_for_a_stage_the_server_ends_and_says_so(start: type[Server], no_room: tuple[int, ...]) -> None:
+    server = start(
+        {"stage": "gpu", "fake": "serve"}, {"stage": "frontend", "fake": "once: when ready: killed"}, no_room=no_room
+    )
+    status, lines = server.end()
+    (failed,) = [line for line in lines if line.startswith("failed")]
+    assert status == 1 and failed.startswith("failed frontend: it cannot be started: Resource temporarily unavailable")
+
+
 def test_a_dead_frontend_is_started_again_too(start: type[Server]) -> None:
     server = start(GPU, {"stage": "frontend", "fake": "once: when ready: killed"})
     server.wait_line("ready")
@@ -204,9 +251,7 @@ def test_a_dead_frontend_is_started_again_too(start: type[Server]) -> None:
 def test_a_frontend_that_cannot_live_has_nobody_to_tell(start: type[Server]) -> None:
     server = start(GPU, {"stage": "frontend", "fake": "when ready: killed", "deaths": 0})
     server.wait_line("ready")
-    began = time.monotonic()
     assert server.end()[0] == 1
-    assert time.monotonic() - began < 1
 
 
 def test_a_frontend_that_does_not_end_is_given_its_second_and_no_more(start: type[Server]) -> None:
@@ -274,7 +319,7 @@ def test_a_second_signal_ends_at_once(start: type[Server], second: signal.Signal
     server.process.send_signal(second)
     status, _ = server.end()
     assert status == 128 + second
-    assert time.monotonic() - began < 1
+    assert time.monotonic() - began < 10, "the frontend would have taken a minute"
 
 
 def test_two_signals_in_one_breath_are_one(start: type[Server]) -> None:

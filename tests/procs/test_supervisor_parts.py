@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import socket
@@ -13,16 +14,18 @@ from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 
+import psutil
 import pytest
 
 from procs.child_specs import CHILD_SPECS, PACKAGES, ROOT, check_package_names, child_environment, command
 from procs.listener import open_listener
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
+from procs.stage_process import StageProcess
 from shm.child import Boot, StartupError
 from shm.control import STAGES
 from shm.records import ring_specs
-from tests.procs.fake_server import config, open_fds
+from tests.procs.fake_server import config, open_fds, spec
 
 RINGS = {
     "frontend": set(),
@@ -35,7 +38,7 @@ RINGS = {
 
 def test_every_stage_has_one_spec_and_its_module_exists() -> None:
     assert sorted(spec.stage for spec in CHILD_SPECS) == sorted(set(STAGES) - {"supervisor"})
-    assert [spec.stage for spec in CHILD_SPECS if spec.listens] == ["frontend"]
+    assert [one.stage for one in CHILD_SPECS if one.listens] == ["frontend"]
     assert all(find_spec(spec.module) for spec in CHILD_SPECS)
 
 
@@ -184,3 +187,17 @@ def test_signals_come_out_in_order_and_the_old_handlers_come_back() -> None:
     pipe.ask()
     assert signal.getsignal(signal.SIGTERM) is before
     assert signal.set_wakeup_fd(-1) == -1
+
+
+def test_a_child_that_cannot_be_watched_is_not_left_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    def none_left(_pid: int) -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    memory = ServerMemory(config())
+    before = open_fds()
+    monkeypatch.setattr(os, "pidfd_open", none_left)
+    with pytest.raises(OSError, match="Too many open files"):
+        StageProcess(spec("gpu", "serve"), memory, dict(os.environ), None, standby=True)
+    assert open_fds() == before
+    assert not [child for child in psutil.Process().children() if "fake_stage" in " ".join(child.cmdline())]
+    memory.close()

@@ -260,15 +260,19 @@ def test_planted_faults_are_found(path: Path, fault: Any, monkeypatch: pytest.Mo
 
 
 class Mark:
-    """A channel that only has a mark."""
+    """A channel that only has a mark, and an end."""
 
     def __init__(self) -> None:
         self.mark: dict[str, int] = {}
+        self.to = 0
+
+    def turn_to(self, epoch: int) -> None:
+        self.to = epoch
 
 
 def test_nothing_is_said_before_it_is_heard(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     control, channel, rebuilt = stage.child.control, Mark(), []
-    monkeypatch.setattr(stage.stage, "rebuild", lambda: rebuilt.append(dict(channel.mark)))
+    monkeypatch.setattr(stage.stage, "rebuild", lambda: rebuilt.append({**channel.mark, "turned": channel.to}))
     monkeypatch.setattr(stage.child, "epoch", 2)
     control.set_serves("frontend", 1)
     control.set_hears("frontend", 1)
@@ -276,9 +280,11 @@ def test_nothing_is_said_before_it_is_heard(stage: Stage, monkeypatch: pytest.Mo
     assert not agree() and not rebuilt, "the frontend may still be taking what the one before has said"
     control.set_hears("frontend", 2)
     assert agree() and agree()
-    assert rebuilt == [{"epoch": 2, "to": 1}], "once"
+    assert rebuilt == [{"epoch": 2, "to": 1, "turned": 1}], "once"
     control.set_serves("frontend", 2)
-    assert agree() and rebuilt[1:] == [{"epoch": 2, "to": 2}], "a frontend that took over has heard nothing"
+    assert agree() and rebuilt[1:] == [{"epoch": 2, "to": 2, "turned": 2}], (
+        "a frontend that took over has heard nothing"
+    )
 
 
 # ------------------------------------------------------------------ the tokenizer

@@ -41,7 +41,7 @@ class TextRig:
         self.config = ServerConfig(model=model, served_model_name="tiny", host="127.0.0.1", port=0, **values)
         self.memory = ServerMemory(self.config)
         self._ready_fd = os.open(os.devnull, os.O_WRONLY)
-        self.frontend = Receiver.bind(self.memory.channels["frontend"])
+        self.frontend = Receiver.bind(self.memory.channels["frontend"], self.memory.control.epoch("frontend"))
         self.scheduler = self.child("scheduler")
         self.ledger = self.scheduler.ledger
         self.stats = self.scheduler.stats
@@ -54,7 +54,9 @@ class TextRig:
 
     def sender(self, stage: str) -> Sender:
         """A sender to the channel of `stage`."""
-        self._senders.append(Sender(zmq.Context.instance(), self.memory.channels[stage]))
+        self._senders.append(
+            Sender(zmq.Context.instance(), self.memory.channels[stage], self.memory.control.epoch(stage))
+        )
         return self._senders[-1]
 
     def close(self) -> None:

@@ -56,7 +56,7 @@ class Nest:
         self.ledger = Ledger(self.segments["ledger"], rows, max_len)
         self.bells = {stage: self.control.doorbell(stage, Doorbell.create_fd()) for stage in STAGES}
         self.ready_fd, self.ready_write_fd = os.pipe()
-        self.lines = os.fdopen(self.ready_fd, encoding="utf-8")
+        self.lines = os.fdopen(self.ready_fd, "rb", buffering=0)  # else a line that came with another would not be seen
 
     def boot(self, stage: str = "gpu", supervisor_pid: int | None = None) -> Boot:
         return Boot(

@@ -131,13 +131,14 @@ def test_in_a_mixed_phase_a_request_counts_where_it_met_a_kill_and_what_is_left_
 
 def test_a_row_is_clean_only_if_nobody_noticed_and_nothing_is_left(phases: list[Phase]) -> None:
     clean = phases[0]
-    clean.stories = clean.stories[:3]
+    clean.stories, clean.lines = clean.stories[:3], clean.lines * 4
     assert row_of(GPU, [clean]).is_clean
     for change in (
         {"leaks": Leaks(zombies=1)},
         {"extra_restarts": 1},
         {"unheard": 1},
         {"planned": planned(GPU, 3)},
+        {"lines": clean.lines[:3]},
         {"strikes": clean.strikes[:1]},
     ):
         harmed = Phase(**{**clean.__dict__, **change})
@@ -196,8 +197,12 @@ def test_lines_about_deaths_are_read_from_the_log() -> None:
         "stepahead: 3 running\n"
         "stepahead: gpu died (killed by SIGKILL (is memory short?)), back after 1.20 s in epoch 3; 5 requests were x\n"
         "stepahead: gpu died (stopped by a signal); it is not back after 5 s, requests wait for it\n"
+        "stepahead: gpu died (stopped by a signal), and again 6.10 s later while it started\n"
     )
-    assert lines_in(log) == [Line("gpu", "killed by SIGKILL (is memory short?)", 1.2, 3, 5, "requests were x")]
+    assert lines_in(log) == [
+        Line("gpu", "killed by SIGKILL (is memory short?)", 1.2, 3, 5, "requests were x"),
+        Line("gpu", "stopped by a signal", 0.0, 0, 0, "died again"),
+    ]
 
 
 @pytest.mark.parametrize(
