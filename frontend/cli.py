@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from shm.config import ServerConfig
 
 # What `stepahead bench NAME` runs; without one of these names it is tools.bench_serve.
-INSTRUMENTS = {name: f"tools.bench_{name}" for name in ("overlap", "floor", "engine")}
+INSTRUMENTS = {name: f"tools.bench_{name}" for name in ("overlap", "floor", "engine", "ring", "serve")}
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 app = typer.Typer(
@@ -119,7 +119,8 @@ def generate(
 def bench(context: typer.Context) -> None:
     """Measure a server: throughput, time to first token, inter-token latency. `stepahead bench --help` says more.
 
-    Whether the device waits: `stepahead bench overlap`, `floor`, `engine`, each with its own --help.
+    `stepahead bench serve` is the same. Whether the device waits: `overlap`, `floor`, `engine`; what a message between
+    two processes costs: `ring`; each with its own --help.
     """
     name, *rest = context.args or [""]
     instrument = INSTRUMENTS.get(name)

@@ -122,8 +122,13 @@ def add_client(parser: argparse.ArgumentParser) -> None:
 
 
 def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """What every instrument takes and can write."""
+    """What every instrument that starts servers takes and can write."""
     parser.add_argument("--start", default="", metavar="ARGS", help="more options of `stepahead serve`")
+    add_files(parser)
+
+
+def add_files(parser: argparse.ArgumentParser) -> None:
+    """What every instrument can write."""
     parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures (- = stdout, without the table)")
     parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw them")
 

@@ -52,7 +52,7 @@ def test_the_benchmark_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [["--concurrency", "1,2", "--help"]]
 
 
-@pytest.mark.parametrize("name", ["overlap", "floor", "engine"])
+@pytest.mark.parametrize("name", ["overlap", "floor", "engine", "ring", "serve"])
 def test_so_is_each_instrument(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     seen: list[list[str]] = []
     monkeypatch.setattr(f"tools.bench_{name}.main", lambda arguments: seen.append(arguments) or 6)
