@@ -16,13 +16,13 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 from tools.bench_figures import aligned
-from tools.bench_overlap import about_of, add_outputs, levels_of, put_out, shown_progress
+from tools.bench_outputs import about_of, add_outputs, levels_of, put_out, shown_progress
 from tools.bench_run import Ask, Bench, Load, prompts, serving
 from tools.bench_serve import BenchError, interrupt_on_sigterm
 from tools.bench_watch import Seen
-from tools.overlap_picture import document
 from tools.random_llama import VOCAB, write_random_llama
 from tools.step_figures import StepFigures, figures
+from tools.svg_document import document
 
 PROMPT_TOKENS = 12  # less than a page, so that the cache of prefixes gains nothing when a prompt comes again
 REQUESTS_MIN = 8

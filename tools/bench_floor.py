@@ -19,7 +19,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from shm.clocked_file import VOCAB, open_clock
-from tools.bench_overlap import about_of, add_client, add_outputs, clocked_serving, levels_of, put_out, shown_progress
+from tools.bench_outputs import about_of, add_outputs, levels_of, put_out, shown_progress
+from tools.bench_overlap import add_client, clocked_serving
 from tools.bench_run import Ask, Bench, prompts
 from tools.bench_serve import BenchError, interrupt_on_sigterm
 from tools.clocked_model import answers, constant, write

@@ -11,15 +11,14 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, ExitStack
 from pathlib import Path
 
-import orjson
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 from shm.clocked_file import VOCAB
+from tools.bench_outputs import about_of, add_outputs, levels_of, put_out, shown_progress
 from tools.bench_rings import rings_serving
 from tools.bench_run import Ask, Bench, prompts, serving
 from tools.bench_serve import BenchError, interrupt_on_sigterm
@@ -121,42 +120,6 @@ def add_client(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--client", choices=("http", "rings"), default="http", help=told)
 
 
-def add_outputs(parser: argparse.ArgumentParser) -> None:
-    """What every instrument that starts servers takes and can write."""
-    parser.add_argument("--start", default="", metavar="ARGS", help="more options of `stepahead serve`")
-    add_files(parser)
-
-
-def add_files(parser: argparse.ArgumentParser) -> None:
-    """What every instrument can write."""
-    parser.add_argument("--json", type=Path, metavar="FILE", help="write all figures (- = stdout, without the table)")
-    parser.add_argument("--picture", type=Path, metavar="FILE.svg", help="draw them")
-
-
-def put_out(options: argparse.Namespace, document: dict[str, object], table: str, drawn: Callable[[], str]) -> None:
-    """Print the table or the JSON, write the files that were asked for."""
-    text = orjson.dumps(document, option=orjson.OPT_INDENT_2 | orjson.OPT_NON_STR_KEYS) + b"\n"
-    if str(options.json) == "-":
-        sys.stdout.buffer.write(text)
-    else:
-        print(table)
-        if options.json:
-            options.json.write_bytes(text)
-    if options.picture:
-        options.picture.write_text(drawn())
-
-
-def about_of(options: argparse.Namespace) -> dict[str, object]:
-    """The options of a run, for its document."""
-    return {name: value for name, value in vars(options).items() if name not in ("json", "picture")}
-
-
-def shown_progress() -> Progress:
-    """A line on stderr that moves."""
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    return Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=1)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Measures, prints, writes. Returns 0; 1 if a server failed or an answer was wrong; 130 if it was interrupted."""
     options = parse(argv)
@@ -176,14 +139,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     document = document_of(rows, drawn, about_of(options))
     put_out(options, document, table_text(rows), lambda: picture(rows, drawn))
     return 1 if any(row.wrong or row.failed for row in rows) else 0
-
-
-def levels_of(text: str) -> list[int]:
-    """Requests at once, ascending."""
-    levels = sorted({int(number) for number in text.split(",")})
-    if not 1 <= levels[0] <= levels[-1] <= 1024:
-        raise argparse.ArgumentTypeError("must be numbers from 1 to 1024")
-    return levels
 
 
 def _presets(text: str) -> list[str]:

@@ -20,7 +20,7 @@ import numpy as np
 import orjson
 
 from tools.bench_figures import percentile
-from tools.bench_overlap import about_of, add_files, put_out, shown_progress
+from tools.bench_outputs import about_of, add_files, put_out, shown_progress
 from tools.bench_serve import BenchError, interrupt_on_sigterm
 from tools.ring_figures import PLACES, Row, Run, rows_of, table_text, verdicts
 from tools.ring_peer import END, number_of

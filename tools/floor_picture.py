@@ -9,7 +9,7 @@ import math
 from collections.abc import Sequence
 
 from tools.floor_figures import Floor
-from tools.overlap_picture import document
+from tools.svg_document import document
 
 WIDTH, LEFT, PANEL, HEIGHT, FOOT = 760, 96, 150, 96, 34
 LEAST_SHARE = 1e-4  # what is drawn at the bottom of the scale

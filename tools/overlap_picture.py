@@ -14,6 +14,7 @@ from typing import Any
 from tools.article_figures import ARTICLE
 from tools.clocked_model import PRESETS
 from tools.overlap_figures import Row, gain_of, pairs_of
+from tools.svg_document import document
 
 WIDTH, LEFT, STEPS_WIDTH = 1100, 84, 560  # of all; of the steps' labels and of the steps
 GAINS_LEFT, GAINS_WIDTH, GAINS_HEIGHT = 720, 360, 120
@@ -45,12 +46,6 @@ def picture(rows: Sequence[Row], drawn: Mapping[str, Mapping[str, Any]]) -> str:
         parts += _block(name, [row for row in rows if row.preset == name], drawn.get(name, {}), y)
         y += BLOCK
     return document(WIDTH, y, STYLE, parts)
-
-
-def document(width: int, height: int, style: str, parts: Sequence[str]) -> str:
-    """A whole SVG."""
-    size = f'viewBox="0 0 {width} {height}" width="{width}" height="{height}"'
-    return f'<svg xmlns="http://www.w3.org/2000/svg" {size}><style>{style}</style>{"".join(parts)}</svg>\n'
 
 
 def _block(name: str, rows: Sequence[Row], drawn: Mapping[str, Any], top: int) -> list[str]:

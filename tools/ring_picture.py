@@ -8,9 +8,9 @@ from __future__ import annotations
 from collections.abc import Sequence
 from html import escape
 
-from tools.overlap_picture import document
 from tools.ring_figures import PLACES, Row
 from tools.ring_wires import NAMES
+from tools.svg_document import document
 
 WIDTH, LEFT, PANEL, GAP, ROW, BAR = 860, 132, 290, 74, 26, 16
 STYLE = """
