@@ -106,6 +106,20 @@ def test_engine(tmp_path: Path) -> None:
     assert "streamed" in said
 
 
+def test_serve(tmp_path: Path) -> None:
+    model = write(tmp_path / "clocked", constant(1000.0))
+    server = f"--start={model} --max-len 128 --kv-tokens 4096 --check-order"
+    asked = ("--dataset", "prefix", "--prefixes", "2", "--prefix-tokens", "32", "--input-tokens", "8", "--seed", "3")
+    small = ("--rate", "20,40", "--requests", "8", "--repeat", "2", "--output-tokens", "12", "--id-range", "1,200")
+    document, said = bench(tmp_path, "serve", server, f"{server} --no-overlap", *asked, *small)
+    (on, off) = document["medians"].values()
+    for one in (*on, *off):
+        assert (one["requests"], one["failed"], one["output_tokens"]) == (8, 0, 96)
+        assert 0 < one["ttft_ms_p50"] <= one["whole_ms_p50"] <= one["whole_ms_p99"] and one["steps_per_s"] > 0
+    assert [one["rate"] for one in on] == [20, 40] and "under way" in said
+    assert all(one["ratio"] == 1 for one in on) and all(one["whole_ratio"] > 0 for one in off)
+
+
 @pytest.mark.parametrize("sent", [signal.SIGINT, signal.SIGTERM])
 def test_whoever_is_interrupted_ends_its_servers(sent: signal.Signals) -> None:
     before = set(descendants(os.getpid()))

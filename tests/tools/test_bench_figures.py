@@ -108,6 +108,7 @@ def test_percentiles_of_all_three_times_and_how_late_requests_left() -> None:
     assert (got.whole_ms_p50, got.whole_ms_p90, got.whole_ms_p99) == pytest.approx((30, 50, 54.5))
     assert got.load == "2.5/s" and got.late_ms_p99 == pytest.approx(1e3 * (0.001 + 0.01 * 0.999), rel=0.01)
     assert "at most 4 under way" in table_text({"a": [got]}) and "11.00" in table_text({"a": [got]})
+    assert medians([got, figures(7, timings, 1.0, 0.0, rate=2.5)]).concurrency == 7
     whole = answer(chat("a"), b"data: [DONE]").parsed()
     assert whole.whole_ms() == 2.0 and Timing(0, [1_000_000, 4_000_000]).whole_ms() == 4.0
 
