@@ -45,7 +45,7 @@ from tools.serve_options import PATHS, Level, levels_of, parse, requests_of
 from tools.serve_picture import picture
 
 PROMPTS = SHAREGPT
-WARM_LANES, WARM_PROMPTS = 8, 64  # of an open loop's warm-up, and prompts that it is made of
+WARM_LANES, WARM_PROMPTS = 8, 64  # of an open loop's warm-up; the prompts that any is made of, at least
 START_SECONDS_MAX = 900
 STANDBY_SECONDS_MAX = 20  # for all standbys to be prepared
 Results = dict[str, list[Figures]]  # by server name
@@ -213,9 +213,10 @@ async def measure(
         return run
 
     warm = Level(max(level.at_once for level in levels) or WARM_LANES)
+    last = prompts[-_warm_prompts(options) :]  # every shared prefix is among them
     for server in servers:
-        batch = list(itertools.islice(itertools.cycle(prompts[-WARM_PROMPTS:]), warm.at_once))
-        await shown(server, warm, batch, "warm-up")
+        count = max(warm.at_once, options.prefixes if options.dataset == "prefix" else 0)
+        await shown(server, warm, list(itertools.islice(itertools.cycle(last), count)), "warm-up")
     source = itertools.cycle(prompts)
     for level in levels:
         runs: Results = {server.name: [] for server in servers}
@@ -232,6 +233,10 @@ async def measure(
     return results, singles
 
 
+def _warm_prompts(options: argparse.Namespace) -> int:
+    return max(WARM_PROMPTS, int(options.prefixes))
+
+
 def load_prompts(path: Path, chars_max: int) -> list[str]:
     """Reads a file of prompts, leaving out those of more than `chars_max` characters. Raises BenchError."""
     try:
@@ -245,7 +250,9 @@ def prompts_of(options: argparse.Namespace) -> list[Prompt]:
     if options.dataset in ("random", "prefix"):
         if options.endpoint == "chat":
             raise BenchError(f"--dataset {options.dataset} is token ids, which only --endpoint completions takes")
-        count = WARM_PROMPTS + options.repeat * sum(requests_of(options, level) for level in levels_of(options))
+        count = _warm_prompts(options) + options.repeat * sum(
+            requests_of(options, level) for level in levels_of(options)
+        )
         seed = options.seed or "0"
         if options.dataset == "random":
             return [*random_ids(count, options.input_tokens, options.id_range, seed)]

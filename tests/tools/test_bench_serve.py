@@ -219,6 +219,14 @@ def test_ids_are_the_same_for_every_server_and_of_the_seed(fake: Fake, dataset: 
     assert again == sorted(prompts) and other != again
 
 
+@pytest.mark.parametrize("prefixes", [3, 70])
+def test_every_shared_prefix_has_been_asked_when_the_measurement_begins(fake: Fake, prefixes: int) -> None:
+    arguments = ["--server", fake.url, "--dataset", "prefix", "--prefix-tokens", "9", "--prefixes", str(prefixes)]
+    assert main([*arguments, "--concurrency", "1", "--requests", "1", "--repeat", "1"]) == 0
+    warm = [tuple(body["prompt"][:9]) for body in fake.bodies[:prefixes]]  # type: ignore[index]
+    assert len(set(warm)) == prefixes and len(fake.bodies) == prefixes + 1
+
+
 def test_questions_with_examples_end_where_the_next_one_would_begin(fake: Fake, tmp_path: Path) -> None:
     file = tmp_path / "questions.jsonl"
     file.write_bytes(b"\n".join(orjson.dumps({"question": f"q{i}", "answer": f"a{i}"}) for i in range(12)))
