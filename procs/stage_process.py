@@ -162,7 +162,10 @@ class StageProcess:
                 os.killpg(self.pid, signal.SIGKILL)
 
     def reap(self) -> int:
-        """Kill what is left of the child, collect it and return its status (negative: the signal that ended it)."""
+        """Kill what is left of the child, collect it and return its status (negative: the signal that ended it).
+
+        Waits without bound for one that the kernel does not let go: it may still write what its successor would.
+        """
         if self._process.returncode is None:
             self.kill()
             self._process.wait()

@@ -39,7 +39,6 @@ class _Choice:
 
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    logprobs: list[Any] = field(default_factory=list)
     times_ns: dict[str, list[tuple[int, int]]] = field(default_factory=dict)  # by sequence: (elements so far, when)
     prompt_ids: tuple[int, ...] | None = None
     roles: int = 0
@@ -47,12 +46,11 @@ class _Choice:
     behind_finish_ns: int | None = None  # when something came behind the end
 
     def take(self, event: Event) -> None:
-        if self.finishes and (event.text or event.ids or event.logprobs):
+        if self.finishes and (event.text or event.ids):
             self.behind_finish_ns = self.behind_finish_ns or event.at_ns
         self.ids += event.ids
         self.text += event.text
-        self.logprobs += event.logprobs
-        for what, so_far in (("tokens", self.ids), ("text", self.text), ("logprobs", self.logprobs)):
+        for what, so_far in (("tokens", self.ids), ("text", self.text)):
             self.times_ns.setdefault(what, []).append((len(so_far), event.at_ns))
         self.roles += event.role is not None
         self.prompt_ids = event.prompt_ids if self.prompt_ids is None else self.prompt_ids
@@ -110,11 +108,7 @@ def _choices(events: Iterable[Event]) -> dict[int, _Choice]:
 def _compare(number: int, wanted: _Choice, has: _Choice, end_ns: int, is_whole: bool) -> Iterator[Fault]:
     """One choice. is_whole: all of it has to be there, whether or not it said that it was finished."""
     complete = is_whole or bool(has.finishes)
-    for what, a, b in (
-        ("tokens", wanted.ids, has.ids),
-        ("text", wanted.text, has.text),
-        ("logprobs", wanted.logprobs, has.logprobs),
-    ):
+    for what, a, b in (("tokens", wanted.ids, has.ids), ("text", wanted.text, has.text)):
         for kind, index, count, detail in deviations(a, b, complete):
             at_ns = end_ns if index >= len(b) else has.when(what, index)
             yield Fault(kind, what, at_ns, number, count, detail)

@@ -28,7 +28,6 @@ class Event:
     text: str = ""
     ids: tuple[int, ...] = ()
     prompt_ids: tuple[int, ...] | None = None
-    logprobs: tuple[Any, ...] = ()  # one entry a token
     finish: str | None = None
     usage: Mapping[str, Any] | None = None
     error: str | None = None
@@ -72,20 +71,9 @@ def _read(message: Mapping[str, Any], at_ns: int) -> Iterator[Event]:
             text=said.get("content") or said.get("text") or "",
             ids=tuple(choice.get("token_ids") or ()),
             prompt_ids=None if prompt_ids is None else tuple(prompt_ids),
-            logprobs=_logprobs(choice.get("logprobs")),
             finish=choice.get("finish_reason"),
         )
     if message.get("usage"):
         yield Event(at_ns=at_ns, answer=answer, usage=message["usage"])
     if "error" in message:
         yield Event(at_ns=at_ns, answer=answer, error=str(message["error"]))
-
-
-def _logprobs(told: Mapping[str, Any] | None) -> tuple[Any, ...]:
-    """One entry a token: chat tells a list of objects, text parallel lists."""
-    if not told:
-        return ()
-    if "content" in told:
-        return tuple(told["content"] or ())
-    columns = [told.get(name) or [] for name in ("tokens", "token_logprobs", "top_logprobs")]
-    return tuple(zip(*(column or [None] * len(columns[0]) for column in columns), strict=True))

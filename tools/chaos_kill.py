@@ -119,6 +119,12 @@ class Strike:
         return self.deaths[0].struck_ns
 
     @property
+    def replaced_ns(self) -> int:
+        """When the last of the successors was there."""
+        times_ns = [death.replaced_ns for death in self.deaths]
+        return max(times_ns) if all(times_ns) else 0
+
+    @property
     def recovery_ms(self) -> float | None:
         """From the last death to the first token of a request that was sent behind it."""
         return (self.recovered_ns - self.deaths[-1].struck_ns) / 1e6 if self.recovered_ns else None

@@ -24,14 +24,17 @@ from tools.chaos_processes import SUPERVISOR, Leaks
 # The server's line about a death, as its supervisor writes it.
 LINE = re.compile(r"^stepahead: (\w+) died \((.*)\), back after ([\d.]+) s in epoch (\d+); (\d+) (.*)$", re.MULTILINE)
 AGAIN = re.compile(r"^stepahead: (\w+) died \((.*)\), and again [\d.]+ s later while it started$", re.MULTILINE)
+UNDER_WAY_NS = 100_000_000  # for a token that its stage has let go of to reach the client
 HEADINGS = (
     *("stage", "signal", "kills", "requests", *KINDS, "detection", "pause", "next", "recovery"),
     *("processes", "fds", "memfd", "pages", "zombies", "rows", "restarts", "untold", "back"),
 )
 LEGEND = """requests: under way during a kill, of which so many were lost, had something missing, doubled or different
 detection: from the signal until the supervisor had collected the process; pause: the longest silence of
-any stream around the kill; next: until the end of the longest silence of all streams together; recovery: until the
-first token of a request sent behind the kill; each p50/p99 in ms. The stage none: the same in calm, without a kill
+any stream around the kill; next: until the next token of any stream, taken as the end of the longest silence of all
+of them that begins at most 0.1 s after the successor was there, for what comes sooner may have been under way;
+recovery: until the first token of a request sent behind the kill; each p50/p99 in ms. The stage none: the same in
+calm, without a kill
 processes to rows: what an idle server holds more than before the phase, memfd in bytes; restarts: more than kills
 untold: deaths without a line in the log; back: kills after which the server served again"""
 
@@ -170,13 +173,14 @@ def row_of(cell: Cell | None, phases: Sequence[Phase]) -> Row:
         streams = [told.moments_ns() for told in patient]
         together = sorted(moment for told in patient for moment in told.answer.times_ns)
         last_ns = max((moments[-1] for moments in streams), default=0)
-        spans = [(sent_ns, sent_ns, first_ns) for sent_ns, first_ns in phase.probes]
+        spans = [(sent_ns, sent_ns, sent_ns, first_ns) for sent_ns, first_ns in phase.probes]
         for one in phase.strikes:
             if one.kill.cell == cell:
-                spans.append((one.at_ns, one.deaths[-1].struck_ns, one.recovered_ns or last_ns))
-        for first_ns, begin_ns, end_ns in spans:
+                end_ns = one.recovered_ns or last_ns
+                spans.append((one.at_ns, one.deaths[-1].struck_ns, one.replaced_ns or end_ns, end_ns))
+        for first_ns, begin_ns, there_ns, end_ns in spans:
             pauses.append(silence_ms(streams, first_ns, end_ns))
-            nexts.append(next_ms(together, begin_ns, end_ns))
+            nexts.append(next_ms(together, begin_ns, there_ns + UNDER_WAY_NS))
     leaks = Leaks()
     for phase in phases:
         leaks += phase.leaks

@@ -60,6 +60,13 @@ class _HostDrafter(HostLlama):
             packed=packed,
             caches=caches,
         )
+        self._pass = draft_passes.JOINED[target.dtype]
+        for job in (self._pass, *self._choose_jobs(file)):
+            job.compile()
+
+    def _choose_jobs(self, file: DrafterFile) -> list[Any]:
+        """Take what the drafter needs from `file`, and the jobs that it runs besides a pass. Returns those."""
+        raise NotImplementedError
 
     def _load(self, weights: Any, progress: Progress | None) -> None:
         info, hidden, ends = self.info, self.info.hidden_size, 2 * self.info.num_layers
@@ -106,20 +113,9 @@ class HostMtp(_HostDrafter):
     comes at i + 2; where it goes on by itself, its own state takes the place of the target's.
     """
 
-    def __init__(
-        self,
-        target: HostLlama,
-        target_weights: Weights,
-        file: DrafterFile,
-        packed: PackedWeights | None = None,
-        caches: Caches | None = None,
-    ) -> None:
-        """See above."""
-        super().__init__(target, target_weights, file, packed, caches)
-        self._pass = self._joined = draft_passes.JOINED[target.dtype]
-        self._learn, self._resumed = draft_passes.LEARN[target.dtype], draft_passes.RESUMED[target.dtype]
-        for job in (self._joined, self._learn, self._resumed):
-            job.compile()
+    def _choose_jobs(self, file: DrafterFile) -> list[Any]:
+        self._learn, self._resumed = draft_passes.LEARN[self.dtype], draft_passes.RESUMED[self.dtype]
+        return [self._learn, self._resumed]
 
     def learn(self, states: Float32, *given: Any) -> None:
         """Give the layer the keys and values of T places by the target's states, f32 [T, taps, hidden], and the tokens
@@ -146,21 +142,10 @@ class HostDflash(_HostDrafter):
     with what `know` has left in `residual` of the place before the block.
     """
 
-    def __init__(
-        self,
-        target: HostLlama,
-        target_weights: Weights,
-        file: DrafterFile,
-        packed: PackedWeights | None = None,
-        caches: Caches | None = None,
-    ) -> None:
-        """See above."""
-        super().__init__(target, target_weights, file, packed, caches)
+    def _choose_jobs(self, file: DrafterFile) -> list[Any]:
         self.mask = file.mask
-        self._pass = draft_passes.JOINED[target.dtype]
-        self._know = draft_passes.KNOW[target.dtype]
-        self._pass.compile()
-        self._know.compile()
+        self._know = draft_passes.KNOW[self.dtype]
+        return [self._know]
 
     def know(self, states: Float32, *given: Any) -> None:
         """Give all layers the keys and values of T places by the target's states, f32 [T, taps, hidden]; then what

@@ -18,9 +18,9 @@ USAGE = {"prompt_tokens": 3, "completion_tokens": 10, "total_tokens": 13}
 
 
 def pieces(words: Sequence[str] = WORDS, finish: str = "length", choice: int = 0) -> list[Event]:
-    """A stream with one token a piece; the ids are 0, 1, 2, ..., each with its log-probability."""
+    """A stream with one token a piece; the ids are 0, 1, 2, ...."""
     events = [
-        Event(at_ns=10 * i, choice=choice, answer="a", text=word, ids=(i,), logprobs=(-0.5 * i,), prompt_ids=None)
+        Event(at_ns=10 * i, choice=choice, answer="a", text=word, ids=(i,), prompt_ids=None)
         for i, word in enumerate(words)
     ]
     events[0] = replace(events[0], prompt_ids=(7, 8, 9))
@@ -49,20 +49,20 @@ def test_the_same_history_has_no_fault() -> None:
 def test_a_token_that_is_left_out_is_missing() -> None:
     events = pieces()
     del events[3:5]
-    assert said(faults_of(events)) == [("missing", "tokens", 2), ("missing", "text", 10), ("missing", "logprobs", 2)]
+    assert said(faults_of(events)) == [("missing", "tokens", 2), ("missing", "text", 10)]
     assert faults_of(events)[0].at_ns == 50, "seen with the event behind the gap"
 
 
 def test_the_last_tokens_are_missing_too() -> None:
     events = pieces()
     del events[8:10]
-    assert said(faults_of(events)) == [("missing", "tokens", 2), ("missing", "text", 4), ("missing", "logprobs", 2)]
+    assert said(faults_of(events)) == [("missing", "tokens", 2), ("missing", "text", 4)]
 
 
 def test_an_event_that_comes_twice_is_doubled() -> None:
     events = pieces()
     events.insert(4, events[3])
-    assert said(faults_of(events)) == [("doubled", "tokens", 1), ("doubled", "text", 4), ("doubled", "logprobs", 1)]
+    assert said(faults_of(events)) == [("doubled", "tokens", 1), ("doubled", "text", 4)]
 
 
 def test_text_that_is_sent_twice_under_right_tokens_is_doubled() -> None:
@@ -82,12 +82,6 @@ def test_another_token_is_different() -> None:
     events[2] = replace(events[2], ids=(99,))
     assert said(faults_of(events)) == [("different", "tokens", 1)]
     assert faults_of(events)[0].at_ns == 20
-
-
-def test_another_logprob_is_different() -> None:
-    events = pieces()
-    events[2] = replace(events[2], logprobs=(-7.0,))
-    assert said(faults_of(events)) == [("different", "logprobs", 1)]
 
 
 def test_swapped_events_are_found() -> None:
@@ -214,10 +208,10 @@ def chunk(**choice: object) -> bytes:
 
 
 def test_streams_are_read_in_both_formats() -> None:
-    text = [chunk(text="a", token_ids=[1], prompt_token_ids=[5], logprobs=None, finish_reason=None)]
+    text = [chunk(text="a", token_ids=[1], prompt_token_ids=[5], finish_reason=None)]
     chat = [
         chunk(delta={"role": "assistant", "content": ""}, finish_reason=None),
-        chunk(delta={"content": "a"}, logprobs={"content": [{"token": "a", "logprob": -1.0}]}, finish_reason=None),
+        chunk(delta={"content": "a"}, finish_reason=None),
         chunk(delta={}, finish_reason="stop"),
     ]
     assert list(read_stream([*text, b"data: [DONE]"], [3, 4])) == [
@@ -225,18 +219,16 @@ def test_streams_are_read_in_both_formats() -> None:
         Event(at_ns=4, done=True),
     ]
     opening, piece, closing = read_stream(chat, [1, 2, 3])
-    assert (opening.role, piece.text, piece.logprobs) == ("assistant", "a", ({"token": "a", "logprob": -1.0},))
+    assert (opening.role, piece.text) == ("assistant", "a")
     assert closing.finish == "stop"
     assert next(iter(read_stream([b'data: {"error": {"message": "no"}}'], [1]))).error == "{'message': 'no'}"
 
 
 def test_whole_answers_are_read_like_streams() -> None:
     choice = {"index": 0, "text": "ab", "token_ids": [1, 2], "finish_reason": "stop"}
-    lists = {"tokens": ["a", "b"], "token_logprobs": [-1.0, -2.0], "top_logprobs": None}
-    body = orjson.dumps({"id": "x", "choices": [{**choice, "logprobs": lists}], "usage": USAGE})
+    body = orjson.dumps({"id": "x", "choices": [choice], "usage": USAGE})
     piece, usage, done = read_whole(body, 9)
     assert (piece.text, piece.ids, piece.finish, piece.role) == ("ab", (1, 2), "stop", None)
-    assert piece.logprobs == (("a", -1.0, None), ("b", -2.0, None))
     assert (usage.usage, done.done) == (USAGE, True)
     chat = {"index": 0, "message": {"role": "assistant", "content": "ab"}, "finish_reason": "stop"}
     assert next(iter(read_whole(orjson.dumps({"id": "x", "choices": [chat]}), 1))).text == "ab"

@@ -50,7 +50,10 @@ def story(request: object, lane: int, times_ms: list[int], end_ms: int, fault: F
 
 def strike(cell: Cell, at_ms: int, back_ms: int | None, seen_ms: int) -> Strike:
     deaths = [
-        Death(stage, cell.how, 10 + i, (at_ms + i) * MS, (at_ms + seen_ms - 1) * MS, (at_ms + seen_ms + i) * MS)
+        Death(
+            *(stage, cell.how, 10 + i, (at_ms + i) * MS, (at_ms + seen_ms - 1) * MS, (at_ms + seen_ms + i) * MS),
+            replaced_ns=(at_ms + seen_ms + 10 + i) * MS if back_ms else 0,
+        )
         for i, stage in enumerate(cell.stages)
     ]
     return Strike(Kill(cell, 0.5, (0.0,) * len(deaths)), deaths, back_ms * MS if back_ms else 0)
@@ -93,11 +96,20 @@ def test_the_next_token_is_the_one_behind_the_longest_silence_of_all() -> None:
     assert next_ms(moments, 91 * MS, 99 * MS) == 0
 
 
+@pytest.mark.parametrize(("under_way_ms", "next_after_ms"), [(1614, 899), (1616, 115)])
+def test_what_the_dead_had_let_go_of_is_not_the_next_token(under_way_ms: int, next_after_ms: int) -> None:
+    """The second successor is there at 1515, and what comes within 0.1 s of it may be of before."""
+    phase = Phase(planned(GPU, 1))
+    phase.strikes = [strike(GPU, 1500, 4000, 4)]
+    phase.stories = [story(GREEDY, 0, [1000, 1450, under_way_ms, 2400, 3900], 4000)]
+    assert row_of(GPU, [phase]).next_ms == [next_after_ms]
+
+
 def test_calm_is_measured_as_kills_are(phases: list[Phase]) -> None:
     calm = Phase(stories=phases[0].stories[:2], probes=[(1050 * MS, 1300 * MS), (1250 * MS, 1950 * MS)])
     row = row_of(None, [calm, *phases])
     assert (row.stage, row.signal, row.kills, row.is_clean) == ("none", "-", 0, True)
-    assert (row.recovery_ms, row.next_ms, row.pause_ms) == ([250, 700], [850, 650], [700, 700])
+    assert (row.recovery_ms, row.next_ms, row.pause_ms) == ([250, 700], [150, 650], [700, 700])
 
 
 def test_a_row_sums_up_its_kills(phases: list[Phase]) -> None:
