@@ -25,7 +25,7 @@ from tools.bench_serve import BenchError, interrupt_on_sigterm
 from tools.ring_figures import PLACES, Row, Run, rows_of, table_text, verdicts
 from tools.ring_peer import END, number_of
 from tools.ring_picture import picture
-from tools.ring_wires import NAMES, Numbers, Wire, WireError, make
+from tools.ring_wires import NAMES, SLOTS, Numbers, Wire, WireError, make
 
 NUMBER_MOST = 150_000  # as token ids are
 WARM_SHARE = 0.1  # of a run's round trips, that do not count
@@ -62,9 +62,9 @@ class Peer:
 
 
 @contextmanager
-def peer_of(kind: str, size: int, core: int | None) -> Iterator[Peer]:
+def peer_of(kind: str, size: int, core: int | None, slots: int = SLOTS) -> Iterator[Peer]:
     """A wire with another process at its other end, on that core. The process is ended behind it."""
-    ends = make(kind, size // 4)
+    ends = make(kind, size // 4, slots)
     command = [sys.executable, "-m", "tools.ring_peer", orjson.dumps(ends.there).decode()]
     before = os.sched_getaffinity(0)
     try:
@@ -159,7 +159,7 @@ def measure(options: argparse.Namespace) -> list[Row]:
         for place, (ours, theirs) in places.items():
             with on_core(ours):
                 for wire in NAMES:
-                    peers[place, wire] = stack.enter_context(peer_of(wire, options.size, theirs))
+                    peers[place, wire] = stack.enter_context(peer_of(wire, options.size, theirs, options.slots))
         for (place, _), peer in peers.items():  # discarded: the first messages of each process
             with on_core(places[place][0]):
                 one_run(peer, numbers, 0.1)
@@ -179,6 +179,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     """Reads the command line. argparse ends the process with status 2 for what it does not understand."""
     parser = argparse.ArgumentParser("bench ring", description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--size", type=_size, default=1024, metavar="BYTES", help="of a message, a multiple of 4")
+    told = "messages under way: of the ring, and of each of ZeroMQ's queues"
+    parser.add_argument("--slots", type=_slots, default=SLOTS, metavar="N", help=told)
     parser.add_argument("--seconds", type=float, default=1.0, help="of one wire in one repeat")
     parser.add_argument("--repeat", type=int, default=5, help="runs of each wire; the medians are printed")
     told = "where the two processes run: split (a core each), one (the same core), any (wherever they are put)"
@@ -205,7 +207,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "rows": [asdict(row) for row in rows],
         "gates": [asdict(gate) | {"least": gate.least, "ratio": ratio} for gate, ratio, _ in judged],
     }
-    put_out(options, document, table_text(rows, options.size, options.repeat), lambda: picture(rows))
+    put_out(options, document, table_text(rows, options.size, options.slots, options.repeat), lambda: picture(rows))
     return int(options.gate and not (judged and all(good for _, _, good in judged)))
 
 
@@ -214,6 +216,13 @@ def _size(text: str) -> int:
     if size < 8 or size % 4:
         raise argparse.ArgumentTypeError("must be a multiple of 4, and at least 8")
     return size
+
+
+def _slots(text: str) -> int:
+    slots = int(text)
+    if slots < 4:
+        raise argparse.ArgumentTypeError("must be at least 4")
+    return slots
 
 
 def _places(text: str) -> list[str]:

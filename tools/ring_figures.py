@@ -85,7 +85,7 @@ def verdicts(rows: Sequence[Row], size: int) -> list[tuple[Gate, float, bool]]:
 HEADINGS = ("wire", "cores", "round trip p50", "p99", "CPU", "x ring", "messages/s", "CPU", "ring x")
 
 
-def table_text(rows: Sequence[Row], size: int, repeats: int) -> str:
+def table_text(rows: Sequence[Row], size: int, slots: int, repeats: int) -> str:
     """A line for each row, then the gates."""
     lines: list[Sequence[str]] = [HEADINGS]
     for row in rows:
@@ -101,7 +101,7 @@ def table_text(rows: Sequence[Row], size: int, repeats: int) -> str:
             )
         )
     legend = (
-        f"messages of {size} bytes; us; medians of {repeats} repeats, ratios within each\n"
+        f"messages of {size} bytes, {slots} under way; us; medians of {repeats} repeats, ratios within each\n"
         "CPU: processor time of both processes, for a message\n"
         "x ring: how much longer than the ring's; ring x: how many more the ring carries"
     )

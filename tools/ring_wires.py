@@ -26,7 +26,7 @@ from shm.segment import Segment
 
 Message = npt.NDArray[np.int32] | Sequence[int]  # what a receiver has: JSON gives it lists
 Numbers = npt.NDArray[np.int32]
-SLOTS = 64
+SLOTS = 64  # messages under way that a wire holds, if nothing else is said
 WAIT_SECONDS_MAX = 10.0  # for the other end
 FLAGS = (0, 8)  # words of the two waiting flags: a cache line for each
 
@@ -65,6 +65,7 @@ class RingWire:
         self._bell = ours
         self._out = Ring(rings[side], theirs, ours).attach_producer()
         self._in = Ring(rings[1 - side], ours, theirs).attach_consumer()
+        self._most = self._in.ring.slots // 4
         self._seen = self._read = 0  # records that were there when we looked, and those of them that were received
 
     def send(self, message: Message) -> None:
@@ -75,7 +76,7 @@ class RingWire:
         out.publish(4 * len(message))
 
     def receive(self) -> Message:
-        if self._read == self._seen or self._read == SLOTS // 4:  # many at a time, and before the ring is full
+        if self._read in (self._seen, self._most):  # many at a time, and before the ring is full
             self._in.release(self._read)
             self._read, self._seen = 0, self._in.available()
             if not self._seen:
@@ -101,11 +102,14 @@ class RingWire:
 class ZmqWire:
     """Two pairs of sockets over abstract unix sockets, as the server's channels are; the numbers as raw bytes."""
 
-    def __init__(self, addresses: Sequence[str], side: int) -> None:
+    def __init__(self, addresses: Sequence[str], side: int, slots: int) -> None:
+        """slots: messages that each side's queue holds; the socket between them holds some more."""
         self._ctx = zmq.Context()
         self._out, self._in = self._ctx.socket(zmq.PUSH), self._ctx.socket(zmq.PULL)
         for socket, address in ((self._out, addresses[side]), (self._in, addresses[1 - side])):
             socket.set(zmq.LINGER, 0)
+            socket.set(zmq.SNDHWM, slots)
+            socket.set(zmq.RCVHWM, slots)
             socket.set(zmq.SNDTIMEO, int(1000 * WAIT_SECONDS_MAX))
             socket.set(zmq.RCVTIMEO, int(1000 * WAIT_SECONDS_MAX))
             (socket.connect if side else socket.bind)(address)
@@ -165,13 +169,13 @@ class PipeWire:
 NAMES = {"ring": "ring", "zmq": "zmq, raw bytes", "json": "zmq, orjson", "pipe": "Pipe, send_bytes"}
 
 
-def make(kind: str, numbers: int) -> Ends:
-    """Make a wire for messages of so many numbers."""
+def make(kind: str, numbers: int, slots: int = SLOTS) -> Ends:
+    """Make a wire for messages of so many numbers. slots: messages under way; a pipe holds what the kernel lets it."""
     if kind == "ring":
-        size = Ring.size(SLOTS, 4 * numbers)
+        size = Ring.size(slots, 4 * numbers)
         rings = [Segment.create(name, size) for name in ("there", "back")]
         for segment in rings:
-            Ring.create(segment, SLOTS, 4 * numbers)
+            Ring.create(segment, slots, 4 * numbers)
         flags = Segment.create("flags", PAGE_BYTES)
         bells = [Doorbell.create_fd() for _ in range(2)]
         segments = [(segment.fd, segment.size) for segment in (*rings, flags)]
@@ -183,7 +187,7 @@ def make(kind: str, numbers: int) -> Ends:
         theirs.close()
         return Ends(PipeWire(ours), {"kind": kind, "fd": fd}, (fd,))
     addresses = [new_address("bench") for _ in range(2)]
-    return Ends(_zmq_class(kind)(addresses, 0), {"kind": kind, "addresses": addresses})
+    return Ends(_zmq_class(kind)(addresses, 0, slots), {"kind": kind, "addresses": addresses, "slots": slots})
 
 
 def open_end(there: dict[str, Any]) -> Wire:
@@ -194,7 +198,7 @@ def open_end(there: dict[str, Any]) -> Wire:
         return RingWire(rings, flags, there["bells"], 1)
     if kind == "pipe":
         return PipeWire(Connection(there["fd"]))
-    return _zmq_class(kind)(there["addresses"], 1)
+    return _zmq_class(kind)(there["addresses"], 1, there["slots"])
 
 
 def _zmq_class(kind: str) -> type[ZmqWire]:

@@ -24,14 +24,16 @@ from tools.ring_wires import NAMES, SLOTS, Wire, WireError, make, open_end
 
 
 @contextmanager
-def both(kind: str, numbers: int = 4) -> Iterator[tuple[Wire, Wire]]:
+def both(kind: str, numbers: int = 4, slots: int = SLOTS) -> Iterator[tuple[Wire, Wire]]:
     """Both ends of a wire, in one process; the ring's share its descriptors."""
-    ends = make(kind, numbers)
+    ends = make(kind, numbers, slots)
     other = open_end(ends.there)
-    yield ends.here, other
-    ends.here.close()
-    if kind != "ring":
-        other.close()
+    try:
+        yield ends.here, other
+    finally:
+        ends.here.close()
+        if kind != "ring":
+            other.close()
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -44,6 +46,19 @@ def test_each_wire_carries_numbers_both_ways_and_in_order(kind: str) -> None:
             assert got == [[base + number, -5, 2**31 - 1, 0] for number in range(3)]
         there.send(there_sent := np.array([7, 8, 9, 10], np.int32))
         assert list(here.receive()) == there_sent.tolist()
+
+
+@pytest.mark.parametrize(("kind", "most"), [("ring", 8), ("zmq", 300)])
+def test_a_wire_holds_so_many_messages_and_no_more(kind: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ZeroMQ's queues and the socket between them; messages are large, so that the socket holds few."""
+    monkeypatch.setattr(ring_wires, "WAIT_SECONDS_MAX", 0.1)
+    with both(kind, 16_384, 8) as (here, there):
+        count = 0
+        with pytest.raises(WireError, match="does not answer"):
+            for count in range(1000):
+                here.send(np.full(16_384, count, np.int32))
+        assert 8 <= count <= most
+        assert [int(there.receive()[-1]) for _ in range(8)] == list(range(8))
 
 
 @pytest.mark.parametrize("kind", NAMES)
@@ -159,12 +174,12 @@ def test_gates_are_ratios_and_of_one_size_and_place() -> None:
     assert [good for *_, good in verdicts(rows(147, 170.9e3), 1024)] == [False, True]
     assert [good for *_, good in verdicts(rows(148.1, 172e3), 1024)] == [True, False]
     assert verdicts(rows(), 4096) == []
-    told = table_text(rows(147, 170e3), 1024, 3)
-    assert "MISSED" in told and "reached" in told and "only with --size 1024" in table_text(rows(), 4096, 3)
+    told = table_text(rows(147, 170e3), 1024, 64, 3)
+    assert "MISSED" in told and "reached" in told and "only with --size 1024" in table_text(rows(), 4096, 64, 3)
 
 
 def test_table_and_picture_show_every_row() -> None:
-    lines = table_text(rows(), 1024, 3).splitlines()
+    lines = table_text(rows(), 1024, 64, 3).splitlines()
     assert len({len(line) for line in lines[:3]}) == 1 and lines[1].startswith("ring") and "2.21" in lines[2]
     kinds = [element.get("class") for element in ElementTree.fromstring(picture(rows())).iter()]
     assert (kinds.count("ring"), kinds.count("bar"), kinds.count("p99")) == (2, 2, 2)
@@ -193,7 +208,7 @@ def test_only_with_gate_do_they_count(good: bool, status: int, monkeypatch: pyte
 
 
 def test_bad_input_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    for arguments in (["--size", "6"], ["--size", "4"], ["--cores", "moon"]):
+    for arguments in (["--size", "6"], ["--size", "4"], ["--slots", "3"], ["--cores", "moon"]):
         with pytest.raises(SystemExit):
             parse(arguments)
     capsys.readouterr()
