@@ -22,6 +22,7 @@ import orjson
 from tools.bench_figures import percentile
 from tools.bench_outputs import about_of, add_files, put_out, shown_progress
 from tools.bench_serve import BenchError, interrupt_on_sigterm
+from tools.bench_watch import core_wait_ns_of
 from tools.ring_figures import PLACES, Row, Run, rows_of, table_text, verdicts
 from tools.ring_peer import END, number_of
 from tools.ring_picture import picture
@@ -38,6 +39,10 @@ class Peer:
     def __init__(self, wire: Wire, process: subprocess.Popen[str]) -> None:
         self.wire = wire
         self._process = process
+
+    def core_wait_s(self) -> float:
+        """For how long the threads of both processes could have run and had no core, so far."""
+        return (core_wait_ns_of(os.getpid()) + core_wait_ns_of(self._process.pid)) / 1e9
 
     def begin(self, job: str) -> None:
         """Have it do a job of `ring_peer.JOBS`. Raises BenchError if it is gone."""
@@ -122,10 +127,12 @@ def one_way(peer: Peer, numbers: Numbers, seconds: float) -> tuple[float, float]
 
 def one_run(peer: Peer, numbers: Numbers, seconds: float) -> Run:
     """Both measurements of one wire, half of the time for each."""
+    waited_s, began_s = peer.core_wait_s(), time.monotonic()
     times, trip_cpu_us = round_trips(peer, numbers, seconds / 2)
     warm = times[int(WARM_SHARE * len(times)) :]
     rate, cpu_us = one_way(peer, numbers, seconds / 2)
-    return Run(percentile(warm, 50), percentile(warm, 99), trip_cpu_us, rate, cpu_us)
+    core_wait = (peer.core_wait_s() - waited_s) / (time.monotonic() - began_s)
+    return Run(percentile(warm, 50), percentile(warm, 99), trip_cpu_us, rate, cpu_us, core_wait)
 
 
 def cores_of(place: str) -> tuple[int | None, int | None]:

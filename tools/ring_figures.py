@@ -24,6 +24,7 @@ class Run:
     round_trip_cpu_us: float
     messages_per_s: float
     message_cpu_us: float
+    core_wait: float  # share of the time for which threads of the two had no core, though they could have run
 
 
 @dataclass(frozen=True)
@@ -82,7 +83,7 @@ def verdicts(rows: Sequence[Row], size: int) -> list[tuple[Gate, float, bool]]:
     return [(gate, ratio, ratio >= gate.least) for gate, ratio in told]
 
 
-HEADINGS = ("wire", "cores", "round trip p50", "p99", "CPU", "x ring", "messages/s", "CPU", "ring x")
+HEADINGS = ("wire", "cores", "round trip p50", "p99", "CPU", "x ring", "messages/s", "CPU", "ring x", "core wait")
 
 
 def table_text(rows: Sequence[Row], size: int, slots: int, repeats: int) -> str:
@@ -98,12 +99,14 @@ def table_text(rows: Sequence[Row], size: int, slots: int, repeats: int) -> str:
                 f"{row.round_trip_ratio:.2f}",
                 *(f"{one.messages_per_s:,.0f}", f"{one.message_cpu_us:.1f}"),
                 f"{row.messages_ratio:.2f}",
+                f"{one.core_wait:.0%}",
             )
         )
     legend = (
         f"messages of {size} bytes, {slots} under way; us; medians of {repeats} repeats, ratios within each\n"
         "CPU: processor time of both processes, for a message\n"
-        "x ring: how much longer than the ring's; ring x: how many more the ring carries"
+        "x ring: how much longer than the ring's; ring x: how many more the ring carries\n"
+        "core wait: of the time; on a core each it is other work on the machine: measure again where it is large"
     )
     return "\n".join([*aligned(lines, 2), legend, *gate_lines(rows, size)])
 
