@@ -6,6 +6,7 @@ import os
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -19,7 +20,7 @@ from tools.bench_ring import Peer, main, one_way, parse, peer_of, round_trips
 from tools.bench_serve import BenchError
 from tools.ring_figures import GATES, Row, Run, rows_of, table_text, verdicts
 from tools.ring_peer import END, echo, number_of, take
-from tools.ring_picture import picture
+from tools.ring_picture import LEFT, PANEL, SCALE_MOST, picture
 from tools.ring_wires import NAMES, SLOTS, Wire, WireError, make, open_end
 
 
@@ -188,6 +189,15 @@ def test_table_and_picture_show_every_row() -> None:
     )
     kinds = [element.get("class") for element in ElementTree.fromstring(picture(rows())).iter()]
     assert (kinds.count("ring"), kinds.count("bar"), kinds.count("p99")) == (2, 2, 2)
+
+
+def test_one_slow_moment_does_not_flatten_the_picture() -> None:
+    slow = replace(rows()[0].medians, round_trip_us_p99=5000.0)
+    parts = list(ElementTree.fromstring(picture([replace(rows()[0], medians=slow)])).iter())
+    (line,) = (element for element in parts if element.get("class") == "p99")
+    assert float(line.get("x2", "0")) == LEFT + PANEL
+    bar = next(element for element in parts if element.get("class") == "ring")
+    assert float(bar.get("width", "0")) == pytest.approx(PANEL / SCALE_MOST, abs=0.1)
 
 
 def test_the_whole_in_small(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
