@@ -30,7 +30,7 @@ def picture(rows: Sequence[Row]) -> str:
     rates = max((row.medians.messages_per_s for row in rows), default=1.0)
     right = LEFT + PANEL + GAP
     parts = [
-        f'<text class="small" x="{LEFT}" y="16">round trip, us: bar p50, line to p99 or the edge; less is better</text>',
+        f'<text class="small" x="{LEFT}" y="16">round trip, us: p50, line to p99 or the edge; less is better</text>',
         f'<text class="small" x="{right}" y="16">messages a second; more is better</text>',
     ]
     y = 24
