@@ -11,7 +11,7 @@ import os
 
 from procs.model_memory import cache_bytes, packed_bytes
 from shm.batch_tables import BatchTables
-from shm.channel import new_address
+from shm.channel import new_secret
 from shm.child import Boot, StartupError
 from shm.config import ServerConfig
 from shm.control import STAGES, Control
@@ -61,7 +61,7 @@ class ServerMemory:
                 raise
             megabytes = sum(sizes.values()) / 1e6
             raise StartupError(f"cannot get {megabytes:.0f} MB of shared memory: {error.strerror}") from error
-        self.channels = {stage: new_address(stage) for stage in _RECEIVERS}
+        self.channels = {stage: new_secret(stage) for stage in _RECEIVERS}
 
     def _create(self, sizes: dict[str, int]) -> None:
         for name, size in sizes.items():

@@ -6,10 +6,15 @@ the socket.
 
 Each process of the receiving stage has an address of its own, by its epoch: what is sent to one that lives can never
 end up in the connection to one that has died, whose end the socket need not have noticed.
+
+Everybody on the machine can read the addresses that are in use. So nobody of another user is let in, and which address
+a stage's next process will have follows from a secret: nobody else can be there first.
 """
 
 from __future__ import annotations
 
+import hashlib
+import os
 import secrets
 from typing import TYPE_CHECKING, Any
 
@@ -22,13 +27,15 @@ if TYPE_CHECKING:
 _RECONNECT_MS = 10  # a receiver that is not there yet is found this soon
 
 
-def new_address(stage: str) -> str:
-    """Return an address for the receiver of `stage` that nobody can guess and no file system knows."""
-    return f"ipc://@stepahead-{secrets.token_hex(16)}-{stage}"
+def new_secret(stage: str) -> str:
+    """Return what the addresses of the receivers of `stage` are made of. It is for the server's processes alone."""
+    return f"{stage}-{secrets.token_hex(16)}"
 
 
-def _address_of(address: str, epoch: int) -> str:
-    return f"{address}-{epoch}"
+def _address_of(secret: str, epoch: int) -> str:
+    """The address of one process: everybody finds it in /proc, where no other follows from it."""
+    digest = hashlib.blake2b(f"{secret}-{epoch}".encode(), digest_size=16).hexdigest()
+    return f"ipc://@stepahead-{digest}-{secret.partition('-')[0]}-{epoch}"
 
 
 class Sender:
@@ -39,10 +46,10 @@ class Sender:
     travels with every message.
     """
 
-    def __init__(self, ctx: zmq.Context[Any], address: str, epoch: int) -> None:
-        """epoch: of the receiving process."""
+    def __init__(self, ctx: zmq.Context[Any], secret: str, epoch: int) -> None:
+        """secret: of the receiving stage; epoch: of the receiving process."""
         self._ctx = ctx
-        self._address = address
+        self._secret = secret
         self._epoch = epoch
         self._socket = self._connect()
         self.mark: dict[str, int] = {}  # by whom a message is, and to whom: epochs of the two stages
@@ -60,7 +67,7 @@ class Sender:
         socket.set(zmq.SNDHWM, 0)
         socket.set(zmq.LINGER, 0)
         socket.set(zmq.RECONNECT_IVL, _RECONNECT_MS)
-        socket.connect(_address_of(self._address, self._epoch))
+        socket.connect(_address_of(self._secret, self._epoch))
         return socket
 
     def send(self, message: dict[str, Any]) -> None:
@@ -78,10 +85,10 @@ class Receiver:
         self.socket = socket  # for zmq.Poller
 
     @classmethod
-    def bind(cls, address: str, epoch: int, ctx: zmq.Context[Any] | None = None) -> Receiver:
+    def bind(cls, secret: str, epoch: int, ctx: zmq.Context[Any] | None = None) -> Receiver:
         """Be the process of this epoch; raises zmq.ZMQError if another one is."""
         socket: zmq.Socket[bytes] = (ctx or zmq.Context.instance()).socket(zmq.PULL)
-        _bind(socket, _address_of(address, epoch))
+        _bind(socket, _address_of(secret, epoch))
         return cls(socket)
 
     @property
@@ -113,12 +120,12 @@ class AsyncReceiver:
         self.socket = socket
 
     @classmethod
-    def bind(cls, address: str, epoch: int, ctx: zmq.asyncio.Context | None = None) -> AsyncReceiver:
+    def bind(cls, secret: str, epoch: int, ctx: zmq.asyncio.Context | None = None) -> AsyncReceiver:
         """Be the process of this epoch; raises zmq.ZMQError if another one is."""
         import zmq.asyncio  # only the frontend pays for asyncio
 
         socket = (ctx or zmq.asyncio.Context.instance()).socket(zmq.PULL)
-        _bind(socket, _address_of(address, epoch))
+        _bind(socket, _address_of(secret, epoch))
         return cls(socket)
 
     async def recv(self) -> Any:
@@ -130,6 +137,7 @@ class AsyncReceiver:
 
 
 def _bind(socket: zmq.Socket[Any] | zmq.asyncio.Socket, address: str) -> None:
+    socket.set(zmq.IPC_FILTER_UID, os.geteuid())  # SO_PEERCRED, asked when a connection is accepted
     socket.set(zmq.RCVHWM, 0)
     socket.set(zmq.LINGER, 0)
     socket.bind(address)

@@ -6,6 +6,7 @@ import asyncio
 import json
 import time
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import httpx
@@ -114,8 +115,8 @@ def test_model_name_is_checked(server: LiveServer) -> None:
 
 
 def test_six_hundred_at_once(server: LiveServer) -> None:
-    answers = complete(server, [body(prompt=[504 + i, 3575, 282]) for i in range(600)])
-    assert all(a["usage"]["completion_tokens"] == 4 for a in answers)
+    answers = complete(server, [body(prompt=[504 + i], max_tokens=2) for i in range(600)])
+    assert all(a["usage"]["completion_tokens"] == 2 for a in answers)
 
 
 def test_a_full_queue_answers_429_at_once() -> None:
@@ -158,18 +159,21 @@ def test_a_client_that_hangs_up_is_aborted_within_a_second(server: LiveServer, s
     assert min(seconds_to_abort(server, stream) for _ in range(3)) < 1.0
 
 
+def check_stream(server: LiveServer, one: dict[str, Any]) -> None:
+    whole = post(server, one).json()["choices"][0]
+    with httpx.stream("POST", server.url + "/v1/completions", json={**one, "stream": True}, timeout=60) as answer:
+        events = list(sse_events(answer.iter_lines()))
+    assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
+    chunks = [e["choices"][0] for e in events[:-1] if isinstance(e, dict)]
+    assert "".join(c["text"] for c in chunks) == whole["text"]
+    assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == [whole["finish_reason"]]
+
+
 def test_streamed_text_equals_the_whole_text(server: LiveServer) -> None:
-    for prompt in ("Write many emojis: 😀🎉", "日本語で", "Γειά σου"):
-        for temperature in (0, 1.5):
-            one = body(prompt=prompt, max_tokens=60, temperature=temperature, seed=5)
-            whole = post(server, one).json()["choices"][0]
-            streamed = {**one, "stream": True}
-            with httpx.stream("POST", server.url + "/v1/completions", json=streamed, timeout=60) as answer:
-                events = list(sse_events(answer.iter_lines()))
-            assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
-            chunks = [e["choices"][0] for e in events[:-1] if isinstance(e, dict)]
-            assert "".join(c["text"] for c in chunks) == whole["text"]
-            assert [c["finish_reason"] for c in chunks if c["finish_reason"]] == [whole["finish_reason"]]
+    prompts, temperatures = ("Write many emojis: 😀🎉", "日本語で", "Γειά σου"), (0, 1.5)
+    asked = [body(prompt=p, max_tokens=60, temperature=t, seed=5) for p in prompts for t in temperatures]
+    with ThreadPoolExecutor(len(asked)) as pool:
+        list(pool.map(lambda one: check_stream(server, one), asked))
 
 
 def test_no_part_of_a_stop_string_leaves(server: LiveServer) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 
 import httpx
 
-from shm.channel import new_address
+from shm.channel import new_secret
 from shm.child import Boot
 from shm.config import ModelInfo, ServerConfig
 from shm.control import READY, STAGES, Control
@@ -59,7 +59,7 @@ class LiveFrontend:
         Trace(self.segments["trace"])
         self.ledger = Ledger(self.segments["ledger"], config.rows, config.max_len)
         self.control.state = READY
-        channels = {stage: new_address(stage) for stage in ("tokenizer", "frontend")}
+        channels = {stage: new_secret(stage) for stage in ("tokenizer", "frontend")}
         self.engine = FakeEngine(config, self.ledger, channels["tokenizer"], channels["frontend"])
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"

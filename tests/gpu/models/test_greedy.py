@@ -18,6 +18,8 @@ DATA = Path(__file__).parents[2] / "data" / "smollm2_greedy.jsonl"
 PAGE_SIZE, PAGES_PER_ROW = 16, 32
 # Least share of equal choices: of all, and of those where the best logit leads by 1 or more.
 SHARES = {"float32": (1.0, 1.0), "bfloat16": (0.95, 0.999), "int8": (0.90, 0.995)}
+# What serves by default goes through all lines; a live server gives all of them in float32 (`test_right_answers`).
+EVERY = {"float32": 4, "bfloat16": 2, "int8": 1}
 
 pytestmark = pytest.mark.model
 
@@ -44,7 +46,7 @@ def test_greedy_choices(dtype: str, capsys: pytest.CaptureFixture[str]) -> None:
     info = read_model_info(resolve_model("smollm2-135m-instruct"))
     model = HostLlama(info, open_weights(info), dtype, PAGE_SIZE, PAGES_PER_ROW + 1, PAGES_PER_ROW, 512, 64, 2)
     same, clear = [], []
-    for text in DATA.read_text().splitlines():
+    for text in DATA.read_text().splitlines()[:: EVERY[dtype]]:
         line = json.loads(text)
         same.append(choices(model, line) == np.array(line["token_ids"]))
         clear.append(np.array(line["margin"]) >= 1.0)
