@@ -7,6 +7,7 @@ No end pickles anything, and every receiver has the numbers themselves, whatever
 from __future__ import annotations
 
 import os
+import secrets
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -18,7 +19,6 @@ import numpy.typing as npt
 import orjson
 import zmq
 
-from shm.channel import new_address
 from shm.doorbell import Doorbell
 from shm.limits import PAGE_BYTES
 from shm.ring import Ring
@@ -186,7 +186,7 @@ def make(kind: str, numbers: int, slots: int = SLOTS) -> Ends:
         fd = os.dup(theirs.fileno())
         theirs.close()
         return Ends(PipeWire(ours), {"kind": kind, "fd": fd}, (fd,))
-    addresses = [new_address("bench") for _ in range(2)]
+    addresses = [f"ipc://@stepahead-{secrets.token_hex(16)}-bench" for _ in range(2)]
     return Ends(_zmq_class(kind)(addresses, 0, slots), {"kind": kind, "addresses": addresses, "slots": slots})
 
 
