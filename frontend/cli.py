@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import importlib
 import secrets
 import sys
 from collections.abc import Iterator
@@ -24,6 +25,8 @@ if TYPE_CHECKING:
     from procs.supervisor import Supervisor
     from shm.config import ServerConfig
 
+# What `stepahead bench NAME` runs; without one of these names it is tools.bench_serve.
+INSTRUMENTS = {name: f"tools.bench_{name}" for name in ("overlap", "floor", "engine", "ring", "serve")}
 DEFAULT_MODEL = "smollm2-135m-instruct"
 
 app = typer.Typer(
@@ -114,10 +117,15 @@ def generate(
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
 def bench(context: typer.Context) -> None:
-    """Measure a server: throughput, time to first token, inter-token latency. `stepahead bench --help` says more."""
-    from tools.bench_serve import main as bench_main
+    """Measure a server: throughput, time to first token, inter-token latency. `stepahead bench --help` says more.
 
-    raise typer.Exit(bench_main(context.args))
+    `stepahead bench serve` is the same. Whether the device waits: `overlap`, `floor`, `engine`; what a message between
+    two processes costs: `ring`; each with its own --help.
+    """
+    name, *rest = context.args or [""]
+    instrument = INSTRUMENTS.get(name)
+    module = importlib.import_module(instrument or "tools.bench_serve")
+    raise typer.Exit(module.main(rest if instrument else context.args))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})

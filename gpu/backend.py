@@ -22,6 +22,7 @@ from gpu.drafters.drafter import Drafter
 from gpu.kernels.step_kernels import Array
 from gpu.models.weights import LateWeights, open_weights
 from gpu.step import StepProgram
+from shm.clocked_file import ClockedFile
 from shm.config import ModelInfo, ServerConfig
 from shm.drafter_file import DFLASH, DrafterFile
 from shm.records import ResultLayout, StepView
@@ -102,7 +103,10 @@ def open_backend(
         weights = open_weights(config.model)
         device, program = open_cuda(config, weights, ledger_tokens, progress, checks.observer, checks.guard)
         return Backend(device, program, checks)
-    return _open_host(config, ledger_tokens, progress, _checks(config, LaunchGuard), shared, shared_kv, own)
+    checks = _checks(config, LaunchGuard)
+    if config.model.format == "clocked":
+        return _open_clocked(config, ledger_tokens, checks, shared_kv)
+    return _open_host(config, ledger_tokens, progress, checks, shared, shared_kv, own)
 
 
 def _checks(config: ServerConfig, guard: Callable[[], LaunchGuard]) -> Checks:
@@ -159,6 +163,30 @@ def _open_host(
     kernels = HostStepKernels.of(config)
     program = StepProgram(device, config, model, kernels, sampler, ledger_tokens, drafter=drafter)
     return Backend(device, program, checks, caches, model.team.rest)
+
+
+def _open_clocked(
+    config: ServerConfig, ledger_tokens: Array, checks: Checks, shared_kv: tuple[int, int] | None
+) -> Backend:
+    from gpu.device.host import HostDevice
+    from gpu.drafters.clocked import ClockedDrafter
+    from gpu.drafters.ngram import NgramDrafter
+    from gpu.kernels.host_step import HostStepKernels
+    from gpu.kernels.ngram import HostNgramKernels
+    from gpu.models.caches import open_caches
+    from gpu.models.clocked import ClockedModel, clocked_sample
+
+    caches = open_caches(config, None, shared_kv)
+    model = ClockedModel(config, ClockedFile.read(Path(config.model.path)), caches)
+    device = HostDevice(checks.observer, checks.guard)
+    drafter: Drafter | None = None
+    if config.speculate == "ngram":
+        drafter = NgramDrafter(device, config, HostNgramKernels(), shared=config.ngram_shared)
+    elif config.speculate == "clocked":
+        drafter = ClockedDrafter(device, config, model)
+    kernels = HostStepKernels.of(config)
+    program = StepProgram(device, config, model, kernels, clocked_sample, ledger_tokens, drafter=drafter)
+    return Backend(device, program, checks, caches, nullcontext)  # its passes touch the page of padding alone
 
 
 def _trained_drafter(device: Device, config: ServerConfig, model: Any, file: DrafterFile, memory: Any) -> Drafter:

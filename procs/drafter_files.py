@@ -15,7 +15,7 @@ from shm.tensor_map import ModelError
 # A folder for each model, in it one for each kind of drafter.
 SHIPPED = Path(__file__).resolve().parent.parent / "gpu" / "drafters" / "shipped"
 TRAINED = (MTP, DFLASH)
-WITHOUT_MODEL = ("off", "ngram")  # what --speculate may say for which there is no file
+WITHOUT_MODEL = ("off", "ngram", "clocked")  # what --speculate may say for which there is no file
 
 
 def find_drafter(name: str, target: ModelInfo, path_of_target: Path) -> DrafterFile | None:

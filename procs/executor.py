@@ -20,7 +20,7 @@ import sys
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
@@ -30,7 +30,7 @@ from shm import child
 from shm.config import ServerConfig
 from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
 from shm.faults import fault, wrong
-from shm.records import RESULT_DROPPED, ResultLayout, StepLayout, StepView
+from shm.records import RESULT_DROPPED, ResultLayout, ResultView, StepLayout, StepView
 from shm.ring import RingConsumer, RingProducer
 from shm.stats import StatsWriter
 from shm.tensor_map import ModelError
@@ -48,7 +48,16 @@ LAUNCH_LANE, RESULT_LANE = 0, 1  # trace lanes
 class Results:
     """The copy stream's part of a step's end: publish, give back, count. Runs on that stream's thread alone."""
 
-    def __init__(self, steps: RingConsumer, results: RingProducer, stats: StatsWriter, trace: TraceWriter) -> None:
+    def __init__(
+        self,
+        steps: RingConsumer,
+        results: RingProducer,
+        stats: StatsWriter,
+        trace: TraceWriter,
+        queued_ns: Sequence[int],
+    ) -> None:
+        """queued_ns: for each slot of the step ring, when its step had been queued; 0 while that goes on."""
+        self._queued_ns = queued_ns
         self._steps = steps
         self._results = results
         self._stats = stats
@@ -71,28 +80,33 @@ class Results:
         fault("gpu.after_forward")
         self._results.publish(slot.buffer.nbytes, source_seq=seq)
         fault("gpu.result_published")
+        queued_ns = self._queued_ns[seq % len(self._queued_ns)]
         self._steps.release()  # last: the scheduler may fill it again from here on
         fault("gpu.step_released")
         view = slot.view
-        self._count(view.begin_ns, view.end_ns, pushed_ns, decode_rows)
+        self._count(view, pushed_ns, queued_ns, decode_rows)
         self._trace.span(What.STEP, view.step, view.begin_ns, view.end_ns)
         self._trace.span(What.RESULT, view.step, begin_ns, time.monotonic_ns())
 
-    def _count(self, begin_ns: int, end_ns: int, pushed_ns: int, decode_rows: int) -> None:
+    def _count(self, view: ResultView, pushed_ns: int, queued_ns: int, decode_rows: int) -> None:
         """Busy and idle time. Idle counts where there was something to do: the step was queued, or a row was running.
 
-        Starved: a row was running, and its next step was pushed only after the one before had ended.
+        Starved: a row was running, and its next step was pushed only after the one before had ended. Starved time is
+        all of the idle time until the step was queued on the device; what is left of a gap is the device's own.
+        queued_ns: 0 if it began before all of it was queued.
         """
-        stats = self._stats
+        stats, begin_ns, end_ns = self._stats, view.begin_ns, view.end_ns
         stats.add("steps_total")
         stats.add("device_busy_ns_total", end_ns - begin_ns)
         stats.observe("step_s", (end_ns - begin_ns) / 1e9)
         late = pushed_ns > self._last_end_ns
         if self._last_end_ns and (decode_rows or not late):
             gap_ns = max(0, begin_ns - self._last_end_ns)
+            self._trace.span(What.GAP, view.step, self._last_end_ns, self._last_end_ns + gap_ns)
             stats.add("gaps_total")
             stats.add("device_idle_ns_total", gap_ns)
             stats.observe("step_gap_s", gap_ns / 1e9)
+            stats.add("starved_ns_total", min(gap_ns, max(0, (queued_ns or begin_ns) - self._last_end_ns)))
             if late:
                 stats.add("starved_total")
         self._last_end_ns = end_ns
@@ -124,7 +138,9 @@ class Executor:
         self._steps, self._results = steps, results
         self._stats = stats
         self._trace = traces[LAUNCH_LANE]
-        self._end = Results(steps, results, stats, traces[RESULT_LANE])
+        # One writer, the launch loop; the copy stream reads a slot's word before it gives the slot back.
+        self._queued_ns = [0] * len(steps.ring.payloads)
+        self._end = Results(steps, results, stats, traces[RESULT_LANE], self._queued_ns)
         step_layout, result_layout = StepLayout(config), ResultLayout(config)
         self._step_slots = [
             StepSlot.on(device, step_layout, payload, f"step ring {i}") for i, payload in enumerate(steps.ring.payloads)
@@ -169,11 +185,14 @@ class Executor:
         mixed = step.view.n_chunks > 0
         fault("gpu.step_seen", partial(_seeds, step.view))
         self._checks.descriptor(step.view)
+        place = self._next % len(self._queued_ns)
+        self._queued_ns[place] = 0
         self._in_flight.append(self._program.enqueue(step, result, complete))
+        end_ns = time.monotonic_ns()
+        self._queued_ns[place] = end_ns
         fault("gpu.step_launched")
         self._next += 1
         self._next_result += 1
-        end_ns = time.monotonic_ns()
         self._stats.add("mixed_steps_total" if mixed else "decode_steps_total")
         if not mixed:
             self._stats.add("graph_replays_total")

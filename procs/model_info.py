@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from procs.tokenizer_files import check_tokenizer
+from shm.clocked_file import ClockedFile, is_clocked
 from shm.config import ConfigError, ModelInfo
 from shm.gguf_file import GgufFile
 from shm.safetensors_file import INDEX_FILE, SINGLE_FILE, read_folder, read_json
@@ -44,6 +45,9 @@ def read_model_info(path: str | Path, name: str | None = None) -> ModelInfo:
     """
     path = Path(path).absolute()
     try:
+        if path.is_dir() and is_clocked(read_json(path / "config.json")):
+            check_tokenizer(path)
+            return ClockedFile.read(path).info(path, name or path.name)
         if path.is_dir():
             info, entries, ignored = _from_folder(path, name or path.name)
         else:

@@ -20,6 +20,7 @@ from shm.tensor_map import ModelError, llama_tensors
 # Bytes of one weight and of one number in the KV cache, by --dtype.
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "int8": 1}
 KV_BYTES = {"float32": 4, "bfloat16": 2, "int8": 2}
+CLOCKED_BYTES = 8  # that a clocked model keeps of a token
 PANEL_ROWS = 16  # in which the host device packs weights
 # Measured: interpreters and libraries of the six processes, torch and the compiled kernels among them.
 PROCESS_BYTES = 900 << 20
@@ -51,7 +52,8 @@ def cache_bytes(config: ServerConfig) -> int:
 
     Raises ModelError for a trained drafter whose file is not one any more.
     """
-    per_token = kv_bytes_per_token(config.model, config.dtype)
+    is_clocked = config.model.format == "clocked"
+    per_token = CLOCKED_BYTES if is_clocked else kv_bytes_per_token(config.model, config.dtype)
     if config.drafter is not None:
         per_token += kv_bytes_per_token(config.drafter, config.dtype)
     if config.drafter_file is not None:
@@ -65,6 +67,8 @@ def packed_bytes(config: ServerConfig) -> int:
 
     Raises ModelError for a trained drafter whose file is not one any more.
     """
+    if config.model.format == "clocked":
+        return 0
     shapes = list(llama_tensors(config.model).values())
     if config.drafter is not None:
         shapes += llama_tensors(config.drafter).values()
@@ -85,9 +89,10 @@ def _packed(shape: tuple[int, ...], weight_bytes: int) -> int:
 
 def memory_needed(config: ServerConfig) -> MemoryNeed:
     """Estimate for a whole server. Raises ModelError for a trained drafter whose file is not one any more."""
-    sizes = {name: math.prod(shape) for name, shape in llama_tensors(config.model).items()}
+    info = config.model
+    sizes = [] if info.format == "clocked" else [math.prod(shape) for shape in llama_tensors(info).values()]
     # While loading, one tensor lives twice more: as float32, and half converted.
-    weights, kv_cache = 2 * 4 * max(sizes.values()), 0
+    weights, kv_cache = 2 * 4 * max(sizes, default=0), 0
     if config.device == "host":
         weights += packed_bytes(config)
         kv_cache = cache_bytes(config)

@@ -53,6 +53,7 @@ class ServerMemory:
             self._create(sizes)
             if packed:
                 self.weights = create_fd(packed)
+            if cached:
                 self.kv = create_kv_fd(cached + CACHES_MAX * CACHE_LINE_BYTES)
         except OSError as error:
             self.close()

@@ -20,7 +20,7 @@ from shm import limits
 # What each device computes in; its default comes first.
 DTYPES = {"host": ("int8", "bfloat16", "float32"), "cuda": ("bfloat16", "float32")}
 
-DRAFTERS = ("ngram", "standalone", "mtp", "dflash")
+DRAFTERS = ("ngram", "standalone", "mtp", "dflash", "clocked")
 
 
 class ConfigError(ValueError):
@@ -67,7 +67,7 @@ class ModelInfo(_Json):
 
     name: str
     path: str
-    format: Literal["gguf", "hf"]
+    format: Literal["gguf", "hf", "clocked"]
     vocab_size: int
     context_len: int
     hidden_size: int
@@ -162,6 +162,11 @@ class ServerConfig(_Json):
         _require(
             (self.speculate == "standalone") == (self.drafter is not None), "drafter", "is for a model that drafts"
         )
+        is_clocked = self.model.format == "clocked"
+        _require(self.device == "host" or not is_clocked, "device", "must be host for a clocked model")
+        drafts_for_it = self.speculate in ("off", "ngram", "clocked")
+        fits = drafts_for_it if is_clocked else self.speculate != "clocked"
+        _require(fits, "speculate", f"{self.speculate} cannot draft for {self.model.name}")
         is_trained = self.speculate in ("mtp", "dflash")
         _require(is_trained == (self.drafter_file is not None), "drafter_file", "is for a trained drafter")
         if self.drafter is not None:

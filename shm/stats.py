@@ -95,6 +95,7 @@ TABLE: dict[str, Names] = {
             "device_idle_ns_total",
             "gaps_total",
             "starved_total",
+            "starved_ns_total",
             "graph_replays_total",
             "captures_total",
             "dropped_steps_total",

@@ -38,6 +38,7 @@ class What(IntEnum):
     CAPTURE = 21
     # gpu, device side
     STEP = 30
+    GAP = 31  # in front of the step whose number it has, where there was something to do
     RESULT = 35
     # supervisor
     START = 40

@@ -3,6 +3,7 @@
 Pure functions over values: no clock, no socket, no printing.
 """
 
+import math
 import statistics
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields, replace
@@ -35,6 +36,22 @@ class Figures:
     gap_us: float | None = None  # of the device between two steps, in the mean
     windows: tuple[float, ...] = ()  # rows of steps with drafts, by how many drafts were accepted
     ratio: float | None = None  # of tokens/s to those of the first server in the same repeat
+    rate: float | None = None  # requests a second that were sent, whatever came back; None in a closed loop
+    late_ms_p99: float | None = None  # that they left after their time: the client's own fault
+    requests_per_s: float | None = None
+    ttft_ms_p90: float | None = None
+    inter_token_ms_p90: float | None = None
+    whole_ms_p50: float | None = None  # until the answer is complete
+    whole_ms_p90: float | None = None
+    whole_ms_p99: float | None = None
+    ttft_ratio: float | None = None  # of the medians, as `ratio`; here less is better
+    inter_token_ratio: float | None = None
+    whole_ratio: float | None = None
+
+    @property
+    def load(self) -> str:
+        """What was asked of the server: requests at once, or requests a second."""
+        return str(self.concurrency) if self.rate is None else f"{self.rate:g}/s"
 
     @property
     def accept_length(self) -> float | None:
@@ -94,11 +111,17 @@ def figures(
     cpu_seconds: float,
     before: Counters | None = None,
     after: Counters | None = None,
+    rate: float | None = None,
+    late_s: Sequence[float] = (),
 ) -> Figures:
-    """Sums up one run: `timings` of all its requests, `seconds` from the first request to the last answer."""
+    """Sums up one run: `timings` of all its requests, `seconds` from the first request to the last answer.
+
+    concurrency: of an open loop (of that `rate`), the most requests that were under way.
+    """
     good = [timing for timing in timings if timing.error is None and timing.text_times_ns]
     first = [timing.first_ms() for timing in good]
     gaps = [gap for timing in good for gap in timing.gaps_ms()]
+    whole = [timing.whole_ms() for timing in good]
     tokens = sum(timing.tokens for timing in good)
     steps_per_s = idle_share = gap_us = None
     windows: tuple[float, ...] = ()
@@ -124,11 +147,19 @@ def figures(
         client_cpu_share=cpu_seconds / seconds,
         gap_us=gap_us,
         windows=windows,
+        rate=rate,
+        late_ms_p99=1e3 * percentile(late_s, 99) if len(late_s) else None,
+        requests_per_s=len(good) / seconds,
+        ttft_ms_p90=percentile(first, 90),
+        inter_token_ms_p90=percentile(gaps, 90),
+        whole_ms_p50=percentile(whole, 50),
+        whole_ms_p90=percentile(whole, 90),
+        whole_ms_p99=percentile(whole, 99),
     )
 
 
 def paired(runs: Mapping[str, Sequence[Figures]]) -> dict[str, list[Figures]]:
-    """Gives each run of one level its ratio to the first server's run of the same repeat.
+    """Gives each run of one level its ratios to the first server's run of the same repeat.
 
     A machine that others use as well is fast at one time and slow at another; within a repeat all servers meet the
     same.
@@ -136,11 +167,24 @@ def paired(runs: Mapping[str, Sequence[Figures]]) -> dict[str, list[Figures]]:
     first = next(iter(runs.values()))
     return {
         name: [
-            replace(one, ratio=one.tokens_per_s / base.tokens_per_s if base.tokens_per_s else None)
+            replace(
+                one,
+                ratio=_ratio(one.tokens_per_s, base.tokens_per_s),
+                ttft_ratio=_ratio(one.ttft_ms_p50, base.ttft_ms_p50),
+                inter_token_ratio=_ratio(one.inter_token_ms_p50, base.inter_token_ms_p50),
+                whole_ratio=_ratio(one.whole_ms_p50, base.whole_ms_p50),
+            )
             for one, base in zip(of_server, first, strict=True)
         ]
         for name, of_server in runs.items()
     }
+
+
+def _ratio(one: float | None, base: float | None) -> float | None:
+    """None where there is none: a run without answers, or without a second token."""
+    if one is None or not base or math.isnan(one) or math.isnan(base):
+        return None
+    return one / base
 
 
 def medians(runs: Sequence[Figures]) -> Figures:
@@ -153,51 +197,74 @@ def medians(runs: Sequence[Figures]) -> Figures:
         told = [value for run in runs if (value := getattr(run, name)) is not None]
         values[name] = statistics.median(told) if told else None
     values["failed"] = sum(run.failed for run in runs)
-    values["concurrency"], values["requests"] = runs[0].concurrency, runs[0].requests
+    values["concurrency"], values["requests"] = max(run.concurrency for run in runs), runs[0].requests
     values["windows"] = tuple(map(sum, zip(*(run.windows for run in runs), strict=True)))
     return Figures(**values)
 
 
-HEADINGS = (
-    "server",
-    "at once",
-    "tokens/s",
-    "ratio",
-    "TTFT",
-    "between",
-    "steps/s",
-    "gap us",
-    "idle",
-    "client",
-    "failed",
-)
-LEGEND = """TTFT: to the first token; between: between tokens; each p50/p99 in ms
+HEADINGS = ("server", "load", "tokens/s", "ratio", "requests/s", "steps/s", "gap us", "idle", "client", "failed")
+LATENCIES = ("server", "load", "TTFT", "p90", "p99", "x", "between", "p90", "p99", "x", "whole", "p90", "p99", "x")
+LEGEND = """load: requests at once, or a second; ratio, x: to the first server in the same repeat, median
 gap: of the device between two steps, mean; idle: share of time that it waited so
-client: CPU of this benchmark; ratio: to the first server in the same repeat, median"""
+client: CPU of this benchmark"""
+LATENCY_LEGEND = (
+    """ms, p50 p90 p99; TTFT: to the first token; between: between tokens; whole: until the answer is complete"""
+)
 
 
-def table_rows(results: dict[str, list[Figures]]) -> list[tuple[str, ...]]:
-    """Lays out the medians per server, level by level."""
-    rows: list[tuple[str, ...]] = []
-    for level in [one.concurrency for one in next(iter(results.values()), [])]:
-        for name, levels in results.items():
-            for one in (entry for entry in levels if entry.concurrency == level):
-                rows.append(
-                    (
-                        name,
-                        str(level),
-                        f"{one.tokens_per_s:.1f}",
-                        "-" if one.ratio is None else f"{one.ratio:.2f}",
-                        f"{one.ttft_ms_p50:.0f}/{one.ttft_ms_p99:.0f}",
-                        f"{one.inter_token_ms_p50:.1f}/{one.inter_token_ms_p99:.1f}",
-                        "-" if one.steps_per_s is None else f"{one.steps_per_s:.1f}",
-                        "-" if one.gap_us is None else f"{one.gap_us:.0f}",
-                        "-" if one.device_idle_share is None else f"{one.device_idle_share:.2%}",
-                        f"{one.client_cpu_share:.1%}",
-                        str(one.failed),
-                    )
-                )
-    return rows
+def _number(value: float | None, form: str) -> str:
+    return "-" if value is None or math.isnan(value) else format(value, form)
+
+
+def in_turn(results: Mapping[str, Sequence[Figures]]) -> list[tuple[str, Figures]]:
+    """The medians with their servers, level by level."""
+    levels = zip(*results.values(), strict=True)
+    return [(name, one) for level in levels for name, one in zip(results, level, strict=True)]
+
+
+def table_rows(results: Mapping[str, Sequence[Figures]]) -> list[tuple[str, ...]]:
+    """Lays out the medians per server, level by level: what was done."""
+    return [
+        (
+            name,
+            one.load,
+            f"{one.tokens_per_s:.1f}",
+            _number(one.ratio, ".2f"),
+            _number(one.requests_per_s, ".2f"),
+            _number(one.steps_per_s, ".1f"),
+            _number(one.gap_us, ".0f"),
+            _number(one.device_idle_share, ".2%"),
+            f"{one.client_cpu_share:.1%}",
+            str(one.failed),
+        )
+        for name, one in in_turn(results)
+    ]
+
+
+def latency_rows(results: Mapping[str, Sequence[Figures]]) -> list[tuple[str, ...]]:
+    """The same for how long it took."""
+    return [
+        (
+            name,
+            one.load,
+            *(_number(ms, ".0f") for ms in (one.ttft_ms_p50, one.ttft_ms_p90, one.ttft_ms_p99)),
+            _number(one.ttft_ratio, ".2f"),
+            *(_number(ms, ".1f") for ms in (one.inter_token_ms_p50, one.inter_token_ms_p90, one.inter_token_ms_p99)),
+            _number(one.inter_token_ratio, ".2f"),
+            *(_number(ms, ".0f") for ms in (one.whole_ms_p50, one.whole_ms_p90, one.whole_ms_p99)),
+            _number(one.whole_ratio, ".2f"),
+        )
+        for name, one in in_turn(results)
+    ]
+
+
+def late_text(results: Mapping[str, Sequence[Figures]]) -> str:
+    """A line for each open loop: how many requests were under way at most, and how late they left."""
+    return "\n".join(
+        f"{name}, {one.load}: at most {one.concurrency} under way; left {one.late_ms_p99:.1f} ms late (p99)"
+        for name, one in in_turn(results)
+        if one.late_ms_p99 is not None
+    )
 
 
 def drafts_text(results: dict[str, list[Figures]]) -> str:
@@ -207,13 +274,16 @@ def drafts_text(results: dict[str, list[Figures]]) -> str:
         for one in levels:
             if one.accept_length is not None:
                 shares = " ".join(f"{share:.0%}" for share in one.accepted_shares) or "none"
-                lines.append(f"{name}, {one.concurrency} at once: {one.accept_length:.2f} tokens a window; {shares}")
+                load = f"{one.load} at once" if one.rate is None else one.load
+                lines.append(f"{name}, {load}: {one.accept_length:.2f} tokens a window; {shares}")
     return "\n".join(["drafts accepted, first, second, ...:", *lines]) if lines else ""
 
 
 def table_text(results: dict[str, list[Figures]]) -> str:
-    """Lays out the table in columns of plain text, with its legend, about 90 wide."""
-    return "\n".join(filter(None, [*aligned([HEADINGS, *table_rows(results)]), LEGEND, drafts_text(results)]))
+    """Lays out both tables in columns of plain text, with their legends, about 90 wide."""
+    done = [*aligned([HEADINGS, *table_rows(results)]), LEGEND, drafts_text(results), late_text(results)]
+    took = ["", *aligned([LATENCIES, *latency_rows(results)]), LATENCY_LEGEND]
+    return "\n".join([*filter(None, done), *took])
 
 
 def aligned(rows: Sequence[Sequence[str]], left: int = 1) -> list[str]:

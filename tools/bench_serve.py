@@ -1,43 +1,54 @@
 """Measures OpenAI-compatible servers: throughput, time to first token, inter-token latency, steps, idle device time.
 
-Closed loop: N lanes each send the next prompt as soon as their last answer is complete. Servers are measured in turn
-within every repeat, so that a change of the machine's mood meets all of them; medians over the repeats are printed.
+Closed loop: N lanes each send the next prompt as soon as their last answer is complete. Open loop: requests leave at
+random times, so many a second. Servers are measured in turn within every repeat, so that a change of the machine's mood
+meets all of them; medians over the repeats are printed.
 It reaches a server by its URL, or starts `stepahead serve` as a subprocess (`--start`); it never imports the server.
 """
 
 import argparse
-import asyncio
 import contextlib
 import functools
 import itertools
-import os
 import signal
 import socket
 import subprocess
 import sys
 import threading
 import time
-import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import IO, Any
 
 import orjson
 import uvloop
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
+from tools.bench_datasets import (
+    SHAREGPT,
+    DatasetError,
+    Prompt,
+    arrivals_s,
+    gsm8k,
+    ordered,
+    random_ids,
+    shared_prefix,
+    sharegpt,
+)
 from tools.bench_figures import Counters, Figures, figures, medians, paired, read_counters, table_text
+from tools.bench_outputs import about_of, put_out, shown_progress
 from tools.chaos_processes import is_complete, samples
-from tools.openai_stream import Lane, Timing
+from tools.serve_load import Target, closed_loop, open_loop
+from tools.serve_options import PATHS, Level, levels_of, parse, requests_of
+from tools.serve_picture import picture
 
-PROMPTS = Path(__file__).with_name("data") / "sharegpt_prompts.jsonl"
+PROMPTS = SHAREGPT
+WARM_LANES, WARM_PROMPTS = 8, 64  # of an open loop's warm-up; the prompts that any is made of, at least
 START_SECONDS_MAX = 900
 STANDBY_SECONDS_MAX = 20  # for all standbys to be prepared
 Results = dict[str, list[Figures]]  # by server name
-PATHS = {"completions": "/v1/completions", "chat": "/v1/chat/completions"}
 
 
 class BenchError(Exception):
@@ -64,8 +75,16 @@ def get(url: str, api_key: str | None) -> bytes:
         return body
 
 
-def connect(name: str, url: str, api_key: str | None, process: subprocess.Popen[bytes] | None = None) -> Server:
-    """Asks the server for its model's name. Raises BenchError when it does not answer."""
+def connect(
+    name: str,
+    url: str,
+    api_key: str | None,
+    process: subprocess.Popen[bytes] | None = None,
+    model: str | None = None,
+) -> Server:
+    """Asks the server for its model's name, unless it is given. Raises BenchError when it does not answer."""
+    if model:
+        return Server(name, url, model, process)
     try:
         models = orjson.loads(get(f"{url}/v1/models", api_key))
         return Server(name, url, models["data"][0]["id"], process)
@@ -134,92 +153,116 @@ def counters(server: Server, api_key: str | None) -> Counters | None:
         return None
 
 
-def request_body(options: argparse.Namespace, model: str, prompt: str) -> dict[str, Any]:
+def request_body(options: argparse.Namespace, model: str, prompt: Prompt) -> dict[str, Any]:
     """Builds the request for one prompt: greedy, of exactly --output-tokens tokens (or of as many as the model has to
     say, but no more), streamed with the token count.
     """
-    text = {"messages": [{"role": "user", "content": prompt}]} if options.endpoint == "chat" else {"prompt": prompt}
-    return text | {
+    chat = options.endpoint == "chat"
+    body: dict[str, Any] = {"messages": [{"role": "user", "content": prompt}]} if chat else {"prompt": prompt}
+    body |= {
         "model": model,
         "max_tokens": options.output_tokens,
-        "ignore_eos": not options.natural_ends,
         "temperature": 0,
         "stream": True,
         "stream_options": {"include_usage": True},
     }
+    if not options.natural_ends:
+        body["ignore_eos"] = True  # only sent where it matters: OpenAI's own servers refuse it
+    elif options.dataset == "gsm8k":
+        body["stop"] = ["\n\nQuestion:"]
+    return body
 
 
 async def one_run(
-    options: argparse.Namespace, server: Server, concurrency: int, prompts: list[str], advance: Callable[[], None]
+    options: argparse.Namespace,
+    server: Server,
+    level: Level,
+    prompts: Sequence[Prompt],
+    seed: str,
+    advance: Callable[[], None],
 ) -> Figures:
-    """Sends all `prompts` over `concurrency` lanes and sums up. `advance()` is called after each answer."""
-    bodies = iter([request_body(options, server.model, prompt) for prompt in prompts])
-    answers = []
-    lanes = [Lane(server.url, options.api_key) for _ in range(concurrency)]
-
-    async def drive(lane: Lane) -> None:
-        for body in bodies:
-            answers.append(await lane.ask(PATHS[options.endpoint], body, options.timeout))
-            advance()
-
+    """Sends all `prompts` and sums up. seed: of the times in an open loop. `advance()` is called after each answer."""
+    bodies = [request_body(options, server.model, prompt) for prompt in prompts]
+    target = Target(server.url, PATHS[options.endpoint], options.api_key, options.timeout)
     before = counters(server, options.api_key)
     began, cpu_began = time.perf_counter(), time.process_time()
-    await asyncio.gather(*(drive(lane) for lane in lanes))
+    if level.rate is None:
+        sent = await closed_loop(target, bodies, level.at_once, advance)
+    else:
+        sent = await open_loop(target, bodies, arrivals_s(len(bodies), level.rate, seed), advance)
     seconds, cpu_seconds = time.perf_counter() - began, time.process_time() - cpu_began
     after = counters(server, options.api_key)
-    for lane in lanes:
-        lane.close()
-    timings: list[Timing] = [answer.parsed() for answer in answers]
+    timings = [answer.parsed() for answer in sent.answers]
     for error in {timing.error for timing in timings if timing.error}:
         print(f"{server.name}: {error}", file=sys.stderr)
-    return figures(concurrency, timings, seconds, cpu_seconds, before, after)
-
-
-def rounds_of(options: argparse.Namespace, concurrency: int) -> int:
-    """Returns the number of requests of one run: full rounds of the lanes, and at least 8."""
-    return int(options.requests or max(8, options.rounds * concurrency))
+    return figures(sent.at_once, timings, seconds, cpu_seconds, before, after, level.rate, sent.late_s)
 
 
 async def measure(
-    options: argparse.Namespace, servers: list[Server], prompts: list[str], progress: Progress
+    options: argparse.Namespace, servers: list[Server], prompts: list[Prompt], progress: Progress
 ) -> tuple[Results, Results]:
     """Runs every level, repeat and server. Returns {server name: [median Figures per level]} and all single runs."""
     results: Results = {server.name: [] for server in servers}
     singles: Results = {server.name: [] for server in servers}
-    for server in servers:
-        bar = progress.add_task(f"{server.name}: warm-up", total=max(options.concurrency))
-        warm = list(itertools.islice(itertools.cycle(prompts[-64:]), max(options.concurrency)))
-        await one_run(options, server, max(options.concurrency), warm, functools.partial(progress.advance, bar))
+    levels = levels_of(options)
+
+    async def shown(server: Server, level: Level, batch: list[Prompt], told: str, seed: str = "") -> Figures:
+        bar = progress.add_task(f"{server.name}: {told}", total=len(batch))
+        run = await one_run(options, server, level, batch, seed, functools.partial(progress.advance, bar))
         progress.remove_task(bar)
+        return run
+
+    warm = Level(max(level.at_once for level in levels) or WARM_LANES)
+    last = prompts[-_warm_prompts(options) :]  # every shared prefix is among them
+    for server in servers:
+        count = max(warm.at_once, options.prefixes if options.dataset == "prefix" else 0)
+        await shown(server, warm, list(itertools.islice(itertools.cycle(last), count)), "warm-up")
     source = itertools.cycle(prompts)
-    for level in options.concurrency:
+    for level in levels:
         runs: Results = {server.name: [] for server in servers}
         for repeat in range(options.repeat):
             # The same prompts for every server, new ones for every repeat: a prefix cache gains nothing from repeats.
-            batch = list(itertools.islice(source, rounds_of(options, level)))
+            batch = list(itertools.islice(source, requests_of(options, level)))
             turn = repeat % len(servers)  # nobody is always the first, or behind the same one
             for server in servers[turn:] + servers[:turn]:
-                label = f"{server.name}: {level} at once, {repeat + 1}/{options.repeat}"
-                bar = progress.add_task(label, total=len(batch))
-                run = await one_run(options, server, level, batch, functools.partial(progress.advance, bar))
-                runs[server.name].append(run)
-                progress.remove_task(bar)
+                told, seed = f"{level}, {repeat + 1}/{options.repeat}", f"{options.seed or 0} {level} {repeat}"
+                runs[server.name].append(await shown(server, level, batch, told, seed))
         for name, of_server in paired(runs).items():
             singles[name] += of_server
             results[name].append(medians(of_server))
     return results, singles
 
 
+def _warm_prompts(options: argparse.Namespace) -> int:
+    return max(WARM_PROMPTS, int(options.prefixes))
+
+
 def load_prompts(path: Path, chars_max: int) -> list[str]:
-    """Reads a jsonl file with a `prompt` per line, leaving out those of more than `chars_max` characters."""
+    """Reads a file of prompts, leaving out those of more than `chars_max` characters. Raises BenchError."""
     try:
-        lines = path.read_bytes().splitlines()
-        prompts = [prompt for line in lines if len(prompt := orjson.loads(line)["prompt"]) <= chars_max]
-    except (OSError, ValueError, LookupError) as error:
-        raise BenchError(f"{path}: not a jsonl file of prompts ({error})") from error
-    if not prompts:
-        raise BenchError(f"{path}: no prompt of at most {chars_max} characters")
-    return prompts
+        return sharegpt(path, chars_max)
+    except DatasetError as error:
+        raise BenchError(str(error)) from error
+
+
+def prompts_of(options: argparse.Namespace) -> list[Prompt]:
+    """All prompts of a run. Raises BenchError or DatasetError."""
+    if options.dataset in ("random", "prefix"):
+        if options.endpoint == "chat":
+            raise BenchError(f"--dataset {options.dataset} is token ids, which only --endpoint completions takes")
+        count = _warm_prompts(options) + options.repeat * sum(
+            requests_of(options, level) for level in levels_of(options)
+        )
+        seed = options.seed or "0"
+        if options.dataset == "random":
+            return [*random_ids(count, options.input_tokens, options.id_range, seed)]
+        tokens = (options.prefix_tokens, options.input_tokens)
+        return [*shared_prefix(count, options.prefixes, tokens, options.id_range, seed)]
+    if options.dataset == "gsm8k":
+        if options.prompts is None:
+            raise BenchError("--dataset gsm8k needs --prompts FILE, a jsonl file with `question` and `answer`")
+        return ordered(gsm8k(options.prompts, options.shots), options.seed)
+    return ordered(sharegpt(options.prompts or PROMPTS, options.prompt_chars_max), options.seed)
 
 
 @contextlib.contextmanager
@@ -229,7 +272,9 @@ def all_servers(options: argparse.Namespace) -> Iterator[list[Server]]:
     try:
         for entry in options.server:
             name, _, url = entry.rpartition("=")
-            servers.append(connect(name or url, url.rstrip("/").removesuffix("/v1"), options.api_key))
+            servers.append(
+                connect(name or url, url.rstrip("/").removesuffix("/v1"), options.api_key, model=options.model)
+            )
         for arguments in options.start or ([] if servers else [""]):
             servers.append(start(arguments, options.api_key))
         yield servers
@@ -239,60 +284,26 @@ def all_servers(options: argparse.Namespace) -> Iterator[list[Server]]:
                 stop(server.process)
 
 
-def parse(argv: list[str] | None) -> argparse.Namespace:
-    """Reads the command line. argparse ends the process with status 2 for what it does not understand."""
-    parser = argparse.ArgumentParser("bench_serve", description=(__doc__ or "").partition("\n")[0])
-    parser.add_argument(
-        "--server", action="append", default=[], metavar="[NAME=]URL", help="a running server; repeatable"
-    )
-    parser.add_argument(
-        "--start", action="append", nargs="?", const="", metavar="ARGS", help="start `stepahead serve ARGS`; repeatable"
-    )
-    parser.add_argument(
-        "--concurrency", type=lambda text: [int(n) for n in text.split(",")], default=[1, 8, 32], metavar="N,N,..."
-    )
-    parser.add_argument("--output-tokens", type=int, default=128, metavar="N")
-    parser.add_argument("--natural-ends", action="store_true", help="answers may end before --output-tokens")
-    parser.add_argument("--rounds", type=int, default=3, help="requests per lane and run (at least 8 in all)")
-    parser.add_argument("--requests", type=int, help="requests per run, whatever the number of lanes")
-    parser.add_argument("--repeat", type=int, default=3, help="runs per setting; the medians are printed")
-    parser.add_argument("--endpoint", choices=sorted(PATHS), default="completions")
-    parser.add_argument("--prompts", type=Path, default=PROMPTS, help="jsonl with a `prompt` per line")
-    parser.add_argument("--prompt-chars-max", type=int, default=4000)
-    parser.add_argument("--api-key", default=os.environ.get("STEPAHEAD_API_KEY"))
-    parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one request may take")
-    parser.add_argument("--json", type=Path, metavar="FILE", help="also write all runs to this file (- = stdout)")
-    return parser.parse_args(argv)
-
-
-def main(argv: list[str] | None = None) -> int:
+def main(argv: Sequence[str] | None = None) -> int:
     """Measures and prints. Returns 0, or 1 with one line on stderr when a server or a request failed."""
     options = parse(argv)
     interrupt_on_sigterm()
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
     try:
-        prompts = load_prompts(options.prompts, options.prompt_chars_max)
-        progress = Progress(*columns, console=Console(stderr=True), transient=True, refresh_per_second=2)
-        with all_servers(options) as servers, progress:
+        prompts = prompts_of(options)
+        with all_servers(options) as servers, shown_progress() as progress:
             results, singles = uvloop.run(measure(options, servers, prompts, progress))
-    except BenchError as error:
-        print(f"bench_serve: {error}", file=sys.stderr)
+    except (BenchError, DatasetError) as error:
+        print(f"bench serve: {error}", file=sys.stderr)
         return 1
     except KeyboardInterrupt:  # of the terminal, or SIGTERM: the servers that were started have ended by now
         return 130
-    if options.json:
-        document = {
-            kind: {name: [asdict(one) for one in runs] for name, runs in table.items()}
-            for kind, table in (("medians", results), ("runs", singles))
-        }
-        text = orjson.dumps(document, option=orjson.OPT_INDENT_2)
-        if str(options.json) == "-":
-            sys.stdout.buffer.write(text + b"\n")
-        else:
-            options.json.write_bytes(text + b"\n")
-    if str(options.json) != "-":
-        print(f"{options.endpoint}, {options.output_tokens} tokens out, medians of {options.repeat} runs")
-        print(table_text(results))
+    document: dict[str, object] = {
+        kind: {name: [asdict(one) for one in runs] for name, runs in table.items()}
+        for kind, table in (("medians", results), ("runs", singles))
+    }
+    asked = f"{options.endpoint}, {options.dataset}, {options.output_tokens} tokens out"
+    table = f"{asked}, medians of {options.repeat} runs\n{table_text(results)}"
+    put_out(options, {"about": about_of(options)} | document, table, lambda: picture(results))
     return 1 if any(one.failed for runs in singles.values() for one in runs) else 0
 
 

@@ -6,7 +6,6 @@ host device's own kernels, in the precision that serves, so that what is learnt 
 """
 
 import hashlib
-import json
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -21,10 +20,10 @@ from gpu.models.weights import open_weights
 from procs.chat_template import ChatTemplate
 from procs.tokenizer_files import load_chat_template, load_special_tokens, load_tokenizer
 from shm.config import ModelInfo
+from tools.sharegpt_file import entries
 
 SPLITS = ("train", "validation", "test")
 HELD_OUT = 40  # one conversation of so many is for validation, another for the test
-CHARS_READ = 1 << 20  # of the file at a time
 PAGE = 16
 
 Told = Callable[[str], None]
@@ -41,23 +40,10 @@ def conversations(path: Path) -> Iterator[tuple[str, str]]:
 
     Parts of one conversation (`id_0`, `id_1`, ...) come one by one: only its first part begins with a question.
     """
-    decoder, text, at = json.JSONDecoder(), "", 0
-    with path.open(encoding="utf-8") as file:
-        while True:
-            start = text.find("{", at)
-            try:
-                if start < 0:
-                    raise ValueError("more is needed")
-                entry, at = decoder.raw_decode(text, start)
-            except ValueError:
-                more = file.read(CHARS_READ)
-                if not more:
-                    return
-                text, at = text[at:] + more, 0
-                continue
-            turns = entry.get("conversations") or []
-            if str(entry["id"]).endswith("_0") and turns and turns[0].get("from") == "human":
-                yield str(entry["id"])[:-2], str(turns[0]["value"])
+    for entry in entries(path):
+        turns = entry.get("conversations") or []
+        if str(entry["id"]).endswith("_0") and turns and turns[0].get("from") == "human":
+            yield str(entry["id"])[:-2], str(turns[0]["value"])
 
 
 @dataclass(frozen=True)

@@ -43,12 +43,15 @@ class Prompt:
 
 @dataclass(frozen=True)
 class Answer:
-    """What came of a request: its output ids, why it ended, and when its tokens came, in seconds from the start."""
+    """What came of a request: its output ids, why it ended, and when it was sent and its tokens came, in seconds from
+    the start.
+    """
 
     ids: list[int]
     finish: str
     first_s: float
     last_s: float
+    sent_s: float = 0.0
 
 
 class Engine:
@@ -93,6 +96,15 @@ class Engine:
             child.wait_exit(child.spec.stop_seconds)
             child.reap()
 
+    @property
+    def memory(self) -> ServerMemory:
+        """What the stages share, to look into."""
+        return self._memory
+
+    def pids(self) -> dict[str, int]:
+        """Process ids by stage."""
+        return {child.stage: child.pid for child in self._children}
+
     def gpu_stats(self) -> dict[str, Any]:
         """Counters and histograms of the gpu process."""
         return self._memory.stats.read_stage("gpu")
@@ -103,10 +115,12 @@ class Engine:
         waiting = deque(enumerate(prompts))
         free = list(range(min(at_once, self._config.rows)))
         running: dict[int, int] = {}  # row: index of its prompt
+        sent: dict[int, float] = {}
         first: dict[int, float] = {}
         answers: dict[int, Answer] = {}
         while len(answers) < len(prompts):
-            self._submit(waiting, free, running)
+            for index in self._submit(waiting, free, running):
+                sent[index] = time.monotonic() - begin_s
             self._bell.wait(lambda: self._progress.available() > 0)
             self._look(begin_s + seconds, f"has not answered {len(prompts) - len(answers)} of {len(prompts)} requests")
             for row, count, finish in self._news():
@@ -115,18 +129,22 @@ class Engine:
                     first.setdefault(index, now_s)
                 if finish != FINISH_NONE:
                     ids = self._output(row, count)
-                    answers[index] = Answer(ids, FINISH_NAMES[finish] or "", first.get(index, now_s), now_s)
+                    answers[index] = Answer(
+                        ids, FINISH_NAMES[finish] or "", first.get(index, now_s), now_s, sent[index]
+                    )
                     free.append(row)
                     del running[row]
         return [answers[i] for i in range(len(prompts))]
 
-    def _submit(self, waiting: deque[tuple[int, Prompt]], free: list[int], running: dict[int, int]) -> None:
+    def _submit(self, waiting: deque[tuple[int, Prompt]], free: list[int], running: dict[int, int]) -> Iterator[int]:
+        """Indices of the prompts that are sent, each as it is."""
         while waiting and free and self._intake.space() > 0:
             index, prompt = waiting.popleft()
             row = free.pop()
             running[row] = index
             generation = self._write(row, prompt)
             self._intake.push(intake_record([row], [generation]))
+            yield index
 
     def _write(self, row: int, prompt: Prompt) -> int:
         ledger, n = self._ledger, len(prompt.ids)

@@ -34,6 +34,7 @@ class Answer:
             data = event.removeprefix(b"data:").strip()
             if data == b"[DONE]":
                 done = True
+                timing.end_ns = at_ns
                 continue
             if not event.startswith(b"data:"):
                 continue
@@ -61,6 +62,11 @@ class Timing:
     text_times_ns: list[int] = field(default_factory=list)
     tokens: int = 0
     error: str | None = None
+    end_ns: int = 0  # 0: never
+
+    def whole_ms(self) -> float:
+        """Returns the time until the answer was complete in milliseconds. Only for requests that got some text."""
+        return ((self.end_ns or self.text_times_ns[-1]) - self.start_ns) / 1e6
 
     def first_ms(self) -> float:
         """Returns the time to the first text in milliseconds. Only for requests that got some."""

@@ -19,7 +19,8 @@ HAS_PAUSE = binding.get_default_triple().startswith("x86_64")
 VOID = ir.VoidType()
 
 
-def _external(b: ir.IRBuilder, name: str, result: ir.Type, operands: list[ir.Value]) -> Any:
+def external(b: ir.IRBuilder, name: str, result: ir.Type, operands: list[ir.Value]) -> Any:
+    """Call of a function of the C library, or of an intrinsic, by its name."""
     kind = ir.FunctionType(result, [o.type for o in operands])
     return b.call(cgutils.get_or_insert_function(b.module, kind, name), operands)
 
@@ -53,49 +54,49 @@ def atomic_replace(b: ir.IRBuilder, address: ir.Value, expected: ir.Value, value
 def pause(b: ir.IRBuilder) -> None:
     """Tell the core that this is a waiting loop."""
     if HAS_PAUSE:
-        _external(b, "llvm.x86.sse2.pause", VOID, [])
+        external(b, "llvm.x86.sse2.pause", VOID, [])
 
 
 @emitted(types.void)
 def yield_core(b: ir.IRBuilder) -> None:
     """Let another thread have the core."""
-    _external(b, "sched_yield", I32, [])
+    external(b, "sched_yield", I32, [])
 
 
 @emitted(types.int32, WORD)
 def semaphore_init(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Make a semaphore of this process, count 0, in the 32 bytes at `address`."""
-    return _external(b, "sem_init", I32, [pointer(b, address, I8), const(0, I32), const(0, I32)])
+    return external(b, "sem_init", I32, [pointer(b, address, I8), const(0, I32), const(0, I32)])
 
 
 @emitted(types.int32, WORD)
 def semaphore_post(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Add one; wakes a sleeper."""
-    return _external(b, "sem_post", I32, [pointer(b, address, I8)])
+    return external(b, "sem_post", I32, [pointer(b, address, I8)])
 
 
 @emitted(types.int32, WORD)
 def semaphore_wait(b: ir.IRBuilder, address: ir.Value) -> ir.Value:
     """Sleep until the count is positive, then take one. Non-zero when a signal came first."""
-    return _external(b, "sem_wait", I32, [pointer(b, address, I8)])
+    return external(b, "sem_wait", I32, [pointer(b, address, I8)])
 
 
 @emitted(types.int32)
 def current_core(b: ir.IRBuilder) -> ir.Value:
     """Number of the core that runs this thread."""
-    return _external(b, "sched_getcpu", I32, [])
+    return external(b, "sched_getcpu", I32, [])
 
 
 @emitted(types.int32)
 def thread_number(b: ir.IRBuilder) -> ir.Value:
     """The kernel's number of this thread."""
-    return _external(b, "gettid", I32, [])
+    return external(b, "gettid", I32, [])
 
 
 @emitted(types.int32, types.int32, WORD, WORD)
 def set_cores(b: ir.IRBuilder, thread: ir.Value, size: ir.Value, mask: ir.Value) -> ir.Value:
     """Let `thread` run on the cores of the bit mask of `size` bytes at `mask` only. Not 0 when that was refused."""
-    return _external(b, "sched_setaffinity", I32, [thread, size, pointer(b, mask)])
+    return external(b, "sched_setaffinity", I32, [thread, size, pointer(b, mask)])
 
 
 @emitted(types.void, WORD, WORD, WORD, WORD, WORD)

@@ -52,6 +52,14 @@ def test_the_benchmark_is_reached(monkeypatch: pytest.MonkeyPatch) -> None:
     assert seen == [["--concurrency", "1,2", "--help"]]
 
 
+@pytest.mark.parametrize("name", ["overlap", "floor", "engine", "ring", "serve"])
+def test_so_is_each_instrument(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[list[str]] = []
+    monkeypatch.setattr(f"tools.bench_{name}.main", lambda arguments: seen.append(arguments) or 6)
+    assert CliRunner().invoke(app, ["bench", name, "--help", "--json", "x"]).exit_code == 6
+    assert seen == [["--help", "--json", "x"]]
+
+
 @pytest.fixture
 def bad(tmp_path: Path) -> Path:
     (tmp_path / "folder").mkdir()

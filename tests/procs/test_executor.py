@@ -369,9 +369,10 @@ def test_gaps_count_where_there_was_something_to_do(rig: Rig) -> None:
     await_that(lambda: rig.stats.read()["gpu"]["steps_total"] == 4)
     gpu = rig.stats.read()["gpu"]
     assert (gpu["gaps_total"], gpu["starved_total"]) == (2, 1)
+    assert 0 < gpu["starved_ns_total"] <= gpu["device_idle_ns_total"], "of the late step's gap, and of no other"
     names = [span.what for span in rig.trace.read()]
     assert {What.LAUNCH, What.STEP, What.RESULT} <= set(names)
-    assert names.count(What.STEP) == 4
+    assert (names.count(What.STEP), names.count(What.GAP)) == (4, 2)
 
 
 def test_nothing_is_left_behind() -> None:

@@ -1,6 +1,7 @@
 """The benchmark's arithmetic: events to timings, timings to figures, medians, ratios and counter differences."""
 
 import math
+from xml.etree import ElementTree
 
 import orjson
 import pytest
@@ -11,6 +12,7 @@ from tools.bench_figures import (
     Counters,
     Figures,
     figures,
+    latency_rows,
     medians,
     paired,
     percentile,
@@ -19,6 +21,7 @@ from tools.bench_figures import (
     table_text,
 )
 from tools.openai_stream import Answer, Timing
+from tools.serve_picture import picture
 
 METRICS = """# HELP stepahead_gpu_steps_total steps
 # TYPE stepahead_gpu_steps_total counter
@@ -92,6 +95,22 @@ def test_figures_of_one_run() -> None:
     assert (got.tokens_per_s, got.ttft_ms_p50, got.inter_token_ms_p50) == (2.0, 15.0, 25.0)
     assert (got.steps_per_s, got.device_idle_share, got.client_cpu_share) == (10.0, 0.25, 0.05)
     assert got.gap_us == pytest.approx(25_000)
+    assert (got.requests_per_s, got.rate, got.late_ms_p99, got.load) == (1.0, None, None, "2")
+
+
+def test_percentiles_of_all_three_times_and_how_late_requests_left() -> None:
+    timings = [
+        Timing(0, [1_000_000 * n, 3_000_000 * n], tokens=2, end_ns=5_000_000 * n if n > 1 else 0) for n in range(1, 12)
+    ]
+    got = figures(4, timings, 1.0, 0.0, rate=2.5, late_s=[0.001] * 99 + [1.0])
+    assert (got.ttft_ms_p50, got.ttft_ms_p90, got.ttft_ms_p99) == pytest.approx((6, 10, 10.9))
+    assert (got.inter_token_ms_p50, got.inter_token_ms_p90, got.inter_token_ms_p99) == pytest.approx((12, 20, 21.8))
+    assert (got.whole_ms_p50, got.whole_ms_p90, got.whole_ms_p99) == pytest.approx((30, 50, 54.5))
+    assert got.load == "2.5/s" and got.late_ms_p99 == pytest.approx(1e3 * (0.001 + 0.01 * 0.999), rel=0.01)
+    assert "at most 4 under way" in table_text({"a": [got]}) and "11.00" in table_text({"a": [got]})
+    assert medians([got, figures(7, timings, 1.0, 0.0, rate=2.5)]).concurrency == 7
+    whole = answer(chat("a"), b"data: [DONE]").parsed()
+    assert whole.whole_ms() == 2.0 and Timing(0, [1_000_000, 4_000_000]).whole_ms() == 4.0
 
 
 def test_drafts_of_one_run_and_of_several() -> None:
@@ -134,6 +153,28 @@ def test_ratios_are_to_the_first_server_in_the_same_repeat() -> None:
     assert medians(runs["other"]).ratio == 1.0
     (none,) = paired({"failed": [one(1, 0.0)], "ours": [one(1, 5.0)]})["ours"]
     assert none.ratio is None
+
+
+def test_times_have_ratios_too() -> None:
+    base = figures(1, [Timing(0, [10_000_000, 20_000_000], end_ns=20_000_000)], 1.0, 0.0)
+    ours = figures(1, [Timing(0, [5_000_000, 13_000_000], end_ns=14_000_000)], 1.0, 0.0)
+    lone = figures(1, [Timing(0, [5_000_000], end_ns=0)], 1.0, 0.0)
+    runs = paired({"other": [base, base], "ours": [ours, lone]})
+    assert [run.ttft_ratio for run in runs["ours"]] == [0.5, 0.5]
+    assert [run.inter_token_ratio for run in runs["ours"]] == [0.8, None]
+    assert [run.whole_ratio for run in runs["ours"]] == [0.7, 0.25]
+    assert latency_rows({"ours": [medians(runs["ours"][:1])]})[0] == (
+        *("ours", "1", "5", "5", "5", "0.50", "8.0", "8.0", "8.0", "0.80", "14", "14", "14", "0.70"),
+    )
+
+
+def test_the_picture_has_a_line_for_every_server_and_level() -> None:
+    got = figures(1, [Timing(0, [10_000_000, 20_000_000], tokens=2, end_ns=20_000_000)], 1.0, 0.0)
+    root = ElementTree.fromstring(picture({"a <b>": [got, one(8, 100.0)], "c": [got, one(8, 50.0)]}))
+    kinds = [element.get("class") for element in root.iter()]
+    assert kinds.count("rate") == 4 and kinds.count("range") == 2 * 3 + 2 * 2, "not told is not drawn"
+    widths = [float(element.get("width", "0")) for element in root.iter() if element.get("class") == "rate"]
+    assert widths[2] == pytest.approx(2 * widths[3], abs=0.2)
 
 
 def test_the_table_goes_level_by_level() -> None:
