@@ -271,12 +271,14 @@ def _reason(error: BaseException) -> str:
 
 
 def _die_of(ready_fd: int, error: BaseException) -> NoReturn:
-    _write_line(ready_fd, "error", _reason(error))
-    if not isinstance(error, StartupError):
-        traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(1)
+    try:
+        _write_line(ready_fd, "error", _reason(error))
+        if not isinstance(error, StartupError):
+            traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.flush()
+        sys.stdout.flush()
+    finally:  # nobody may be left to read it
+        os._exit(1)
 
 
 def _excepthook(ready_fd: int) -> Any:

@@ -189,6 +189,16 @@ def test_an_error_is_one_line_and_status_1_whoever_raises_it(nest: Nest, body: s
     assert ("Traceback" in errors) == trace
 
 
+@pytest.mark.parametrize("how", ["1 / 0", "Thread(target=lambda: 1 / 0).start(); time.sleep(600)"])
+def test_a_stage_dies_of_an_error_that_it_cannot_print(nest: Nest, how: str) -> None:
+    full = "os.dup2(os.open('/dev/full', os.O_WRONLY), 2)"
+    head = f"import os, time; from threading import Thread; from shm import child; {full}"
+    process = nest.start(f"{head}\nwith child.start(): {how}")
+    assert nest.line()["text"] == "ZeroDivisionError: division by zero"
+    process.communicate(timeout=DEADLINE_S)
+    assert process.returncode == 1
+
+
 def test_a_boot_that_fails_has_its_reason_told(nest: Nest) -> None:
     nest.segments["control"].words[2] ^= 1
     process = nest.start("from shm import child\nwith child.start(): pass")
