@@ -18,6 +18,7 @@ import typer
 from setproctitle import setproctitle
 
 from frontend import cli_options as opt
+from frontend.log_writer import LOG, leave, open_closed_streams
 
 if TYPE_CHECKING:
     from frontend.cli_config import Wanted
@@ -70,7 +71,8 @@ def serve(
 
     given = locals()
     wanted = Wanted(**{name: given[name] for name in Wanted.__dataclass_fields__})
-    raise typer.Exit(run_serve(wanted))
+    with LOG:
+        raise typer.Exit(run_serve(wanted))
 
 
 @app.command()
@@ -112,7 +114,8 @@ def generate(
     )
     prompt = sys.stdin.read() if text == "-" else text
     question = Question(text=prompt, system=system, raw=raw, max_tokens=max_tokens, temperature=temperature, seed=seed)
-    raise typer.Exit(run_generate(wanted, question))
+    with LOG:
+        raise typer.Exit(run_generate(wanted, question))
 
 
 @app.command(context_settings={"ignore_unknown_options": True, "allow_extra_args": True, "help_option_names": []})
@@ -174,7 +177,7 @@ def server_for(wanted: Wanted) -> Iterator[tuple[ServerConfig, Supervisor]]:
     What the user can mend, here or while it runs, is told in one line and ends the program with status 1.
     """
     from frontend.cli_config import CliError, make_config
-    from frontend.cli_report import tell
+    from frontend.cli_report import log_console, tell
     from procs.child_specs import check_package_names
     from procs.listener import open_listener
     from procs.model_files import ModelError
@@ -186,7 +189,7 @@ def server_for(wanted: Wanted) -> Iterator[tuple[ServerConfig, Supervisor]]:
         check_package_names()
         # First of all: nobody should wait for a download to be told that the port is taken.
         with contextlib.closing(open_listener(wanted.host, wanted.port)) as listener:
-            with show_progress() as progress:
+            with show_progress(log_console()) as progress:
                 config = make_config(dataclasses.replace(wanted, port=listener.getsockname()[1]), progress)
             setproctitle("stepahead: supervisor")
             yield config, Supervisor(config, listener)
@@ -199,7 +202,11 @@ def server_for(wanted: Wanted) -> Iterator[tuple[ServerConfig, Supervisor]]:
 
 def main() -> None:
     """Run the command line. The process ends with the status of its command."""
-    app()
+    open_closed_streams()
+    try:
+        app()
+    except SystemExit as end:
+        leave(end.code if isinstance(end.code, int) else int(end.code is not None))
 
 
 if __name__ == "__main__":

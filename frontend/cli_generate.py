@@ -16,6 +16,7 @@ import httpx
 from pydantic import ValidationError
 
 from frontend.cli_config import CliError, flag
+from frontend.log_writer import put
 from frontend.schema import ChatBody, CompletionBody
 
 SECONDS_MAX = 3600.0
@@ -105,7 +106,7 @@ class Asker:
                 if not self._take(line):
                     break
         if self.complete:
-            print(flush=True)
+            put(sys.stdout, "\n")
 
     def _take(self, line: str) -> bool:
         """Print what a line of the stream brings; return whether more may come."""
@@ -119,6 +120,5 @@ class Asker:
         if "error" in event:
             self.error = event["error"]["message"]
             return True
-        sys.stdout.write(piece_of(event))
-        sys.stdout.flush()
+        put(sys.stdout, piece_of(event))
         return True

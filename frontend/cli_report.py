@@ -1,28 +1,35 @@
 """What a person sees of a server at the terminal: one moving line while it starts, then where it is and how to ask it.
 
-Owns stdout and stderr of the supervisor's process. It decides nothing, and it may never print the API key.
+Owns stdout and stderr of the supervisor's process, and writes to them through the log alone, since the supervisor may
+never wait for a reader. It decides nothing, and it may never print the API key.
 """
 
 from __future__ import annotations
 
-import contextlib
 import json
 import shlex
 import sys
 import time
 from collections.abc import Callable
+from typing import TextIO, cast
 
 from rich.console import Console
 from rich.status import Status
 
+from frontend.log_writer import LOG, LogFile
 from shm.config import ServerConfig
 
 ANY_ADDRESS = {"0.0.0.0": "127.0.0.1", "::": "::1"}
 
 
 def tell(text: str) -> None:
-    """Print one line on stderr, whatever line breaks the text has."""
-    print(f"stepahead: {' '.join(text.split())}", file=sys.stderr, flush=True)
+    """Print one line on stderr, whatever line breaks the text has. Never waits."""
+    LOG.line(sys.stderr, f"stepahead: {' '.join(text.split())}")
+
+
+def log_console() -> Console:
+    """Return a console on stderr that never waits for its reader, and never fails."""
+    return Console(file=cast(TextIO, LogFile(sys.stderr, LOG)))
 
 
 def url_of(config: ServerConfig) -> str:
@@ -46,7 +53,7 @@ class StartLine:
     """A line on stderr that moves while the server starts; silent where stderr is no terminal."""
 
     def __init__(self) -> None:
-        self._console = Console(stderr=True)
+        self._console = log_console()
         self._status: Status | None = None
         self._began_s = time.monotonic()
 
@@ -79,10 +86,9 @@ class ServeReport:
     def ready(self) -> None:
         seconds = self._line.end()
         config = self._config
-        # Whoever read our output may have left; that is no reason to end a server.
-        with contextlib.suppress(BrokenPipeError):
-            print(f"{config.served_model_name} in {config.dtype} is ready after {seconds:.1f} s at {url_of(config)}")
-            print(f"try: {curl_line(config)}", flush=True)
+        what = f"{config.served_model_name} in {config.dtype}"
+        LOG.line(sys.stdout, f"{what} is ready after {seconds:.1f} s at {url_of(config)}")
+        LOG.line(sys.stdout, f"try: {curl_line(config)}")
 
     def note(self, text: str) -> None:
         self._line.end()

@@ -16,12 +16,14 @@ import ctypes
 import dataclasses
 import itertools
 import os
+import resource
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -39,6 +41,7 @@ from shm.stats import Stats, StatsWriter
 from shm.trace import Trace, TraceWriter
 
 WORD_BYTES = 8
+CORE_DUMPS = "STEPAHEAD_CORE_DUMPS"  # a variable of the environment; 1: stages may leave cores
 STANDBY_TITLE = " (standby)"  # behind the title of its stage
 
 _PR_SET_PDEATHSIG = 1
@@ -211,6 +214,8 @@ def boot(argv: Sequence[str] | None = None) -> Child:
     From here on the process dies with the supervisor, SIGINT is ignored (the supervisor decides), and an uncaught
     exception in any thread is an error line and exit status 1.
     """
+    if os.environ.get(CORE_DUMPS) != "1":
+        _leave_no_core()
     boot_fd = _boot_fd(sys.argv[1:] if argv is None else argv)
     record = Boot.from_fd(boot_fd)
     os.close(boot_fd)
@@ -247,6 +252,18 @@ def _boot_fd(argv: Sequence[str]) -> int:
     raise SystemExit("this module is a stage of the server and is started by it: --boot-fd N is missing")
 
 
+def _leave_no_core() -> None:
+    """Have the kernel write nothing of this process when a signal ends it.
+
+    Its memory is all that the server shares, and until it is written the process is not dead: nobody takes its place.
+    The limit does not count where cores go to a program; there the filter leaves nothing to be handed over.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/coredump_filter").write_text("0")
+
+
 def _die_with(supervisor_pid: int) -> None:
     """Ask the kernel for SIGKILL when the thread that started this process ends; end now if it already has."""
     if _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
@@ -271,12 +288,14 @@ def _reason(error: BaseException) -> str:
 
 
 def _die_of(ready_fd: int, error: BaseException) -> NoReturn:
-    _write_line(ready_fd, "error", _reason(error))
-    if not isinstance(error, StartupError):
-        traceback.print_exception(error, file=sys.stderr)
-    sys.stderr.flush()
-    sys.stdout.flush()
-    os._exit(1)
+    try:
+        _write_line(ready_fd, "error", _reason(error))
+        if not isinstance(error, StartupError):
+            traceback.print_exception(error, file=sys.stderr)
+        sys.stderr.flush()
+        sys.stdout.flush()
+    finally:  # nobody may be left to read it
+        os._exit(1)
 
 
 def _excepthook(ready_fd: int) -> Any:

@@ -12,6 +12,7 @@ package and of the models, without the files that have nothing to do with native
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import re
@@ -114,7 +115,8 @@ class KernelCache:
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         self._folder = None
         text = f"stepahead: the kernels are compiled anew at every start: they cannot be kept{place} ({reason})"
-        print(text, file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):  # nobody may be left to read it
+            print(text, file=sys.stderr, flush=True)
 
     def attempt(self, make: Callable[[bool], T]) -> T:
         """Return `make(cached)`: with the cache if there is one, and without if that fails."""

@@ -114,14 +114,19 @@ class LiveServer:
             raise
 
 
-def spawn(*args: str, env: dict[str, str] | None = None) -> LiveServer:
+def spawn(
+    *args: str, env: dict[str, str] | None = None, stderr: int = subprocess.STDOUT, redirect: str = ""
+) -> LiveServer:
+    """Start a server whose stdout is its log; redirect: what a shell is told of its descriptors, such as `2>&-`."""
     port = free_port()
     log = Path(tempfile.mkstemp(prefix="stepahead-test-", suffix=".log")[1])
     atexit.register(log.unlink, missing_ok=True)
     command = [sys.executable, "-m", "frontend.cli", "serve", "--check-order", "--port", str(port), *args]
+    if redirect:
+        command = ["sh", "-c", f'exec "$@" {redirect}', "sh", *command]
     with log.open("wb") as out:
         process = subprocess.Popen(
-            command, stdout=out, stderr=subprocess.STDOUT, cwd=ROOT, env={**os.environ, **(env or {})}, close_fds=True
+            command, stdout=out, stderr=stderr, cwd=ROOT, env={**os.environ, **(env or {})}, close_fds=True
         )
     return LiveServer(process, f"http://127.0.0.1:{port}", log, list(args))
 

@@ -12,6 +12,7 @@ import pytest
 
 from frontend.cli_generate import Asker, Question, piece_of
 from frontend.cli_report import QuietReport, StartLine, curl_line, tell, url_of
+from frontend.log_writer import LOG
 from tests.procs.fake_server import config
 
 QUESTION = Question(text="Hi", system=None, raw=False, max_tokens=7, temperature=0.5, seed=None)
@@ -121,6 +122,7 @@ def test_the_address_and_the_curl_line() -> None:
 
 def test_a_told_text_is_one_line(capsys: pytest.CaptureFixture[str]) -> None:
     tell("two\nlines")
+    LOG.flush()
     assert capsys.readouterr().err == "stepahead: two lines\n"
 
 
@@ -133,4 +135,5 @@ def test_without_a_terminal_a_start_is_silent_and_a_failure_one_line(capsys: pyt
     assert called == [True]
     assert capsys.readouterr() == ("", "")
     report.failed("gpu: boom")
+    LOG.flush()
     assert capsys.readouterr().err == "stepahead: gpu: boom\n"
