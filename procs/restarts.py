@@ -114,16 +114,17 @@ class Pulse:
         return None
 
 
-def is_sound(stage: str, device: str, status: int, error: str, hung: str) -> bool:
+def is_sound(stage: str, device: str, status: int | None, error: str, hung: str) -> bool:
     """Whether the memory that outlives a dead process of `stage` holds what it should, so that its successor may go on.
 
-    status: negative, the signal that ended it. error: its own last words. hung: why it was killed here, if it was.
+    status: negative, the signal that ended it; None if nobody knows. error: its own last words. hung: why it was killed
+    here, if it was.
 
     A process that was killed from outside has done nothing wrong up to its last instruction. The gpu process is native
     code: one that went wrong, or did not come back, may have written anywhere before. The scheduler is none, and its
     tables are looked at before they are believed; but an error of its own may be an error in them.
     """
-    if error:
+    if error or status is None:
         return False
     if stage == "gpu":
         killed = status in (-signal.SIGKILL, -signal.SIGTERM) and hung in ("", STOPPED_BY_SIGNAL)

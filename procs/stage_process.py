@@ -1,7 +1,7 @@
 """One child process as its parent sees it: a pidfd that becomes readable when it ends, and a pipe on which it speaks.
 
 Owns the spawn, the end and the reaping of one child, and the word that makes a standby the stage. It decides nothing:
-the supervisor does.
+the supervisor does. Only what takes a number of seconds waits here, and no longer than so.
 """
 
 from __future__ import annotations
@@ -23,6 +23,8 @@ from procs.server_memory import ServerMemory
 from shm.child import WORD_BYTES
 
 LAST_WORDS_SECONDS = 0.5  # from an error line to the end of who wrote it
+POLL_SECONDS = 0.005  # between two looks at a dead one that a tracer holds
+REAP_SECONDS = 10.0  # from a kill to the end of a process that the kernel lets go, however busy the machine is
 
 
 class Said(NamedTuple):
@@ -33,7 +35,7 @@ class Said(NamedTuple):
 
 
 class StageProcess:
-    """A running (or dead, and not yet reaped) child of this process."""
+    """A running (or dead, and not yet collected) child of this process."""
 
     def __init__(
         self,
@@ -55,13 +57,16 @@ class StageProcess:
         self.ready_s = 0.0  # since when
         self.last_words = ""
         self.error = ""
-        self.exited = False
+        self.error_s = 0.0  # since when
+        self.verdict = ""  # why it was killed, if it was
+        self.killed_s = 0.0  # since when
+        self.exited = False  # all of its threads are gone: it stores nothing any more
         self.silent = False  # the pipe is at its end: the child is dead, or about to be
         self.started_s = time.monotonic()
         self._unread = b""
         self.ready_fd, child_end = os.pipe2(os.O_CLOEXEC)
         os.set_blocking(self.ready_fd, False)
-        boot_fd = word_end = self._word_fd = -1
+        boot_fd = word_end = self._word_fd = self.pidfd = -1
         try:
             if standby:
                 word_end, self._word_fd = os.pipe2(os.O_CLOEXEC)
@@ -79,8 +84,7 @@ class StageProcess:
             self.pid = self._process.pid
             self.pidfd = self._open_pidfd()
         except BaseException:
-            os.close(self.ready_fd)
-            self._close_word()
+            self.close()
             raise
         finally:
             for fd in (child_end, boot_fd, word_end):
@@ -91,8 +95,9 @@ class StageProcess:
         try:
             return os.pidfd_open(self.pid)
         except OSError:  # no descriptor is left: a child that nobody can watch is none
-            self._process.kill()
-            self._process.wait()
+            self._process.kill()  # with its first instructions still before it
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._process.wait(LAST_WORDS_SECONDS)
             raise
 
     def watch(self, selector: selectors.BaseSelector, heard: Callable[[], None], died: Callable[[], None]) -> None:
@@ -103,7 +108,7 @@ class StageProcess:
     def unwatch(self, selector: selectors.BaseSelector) -> None:
         """Call neither any more; before it is reaped, since its descriptors' numbers are others' then."""
         for fd in (self.ready_fd, self.pidfd):
-            if fd in selector.get_map():
+            if fd >= 0 and fd in selector.get_map():
                 selector.unregister(fd)
 
     def take_over(self, epoch: int) -> None:
@@ -117,6 +122,14 @@ class StageProcess:
         if self._word_fd >= 0:
             os.close(self._word_fd)
             self._word_fd = -1
+
+    def close(self) -> None:
+        """Give up what it is watched and told by, if that has not happened yet."""
+        self._close_word()
+        for fd in (self.pidfd, self.ready_fd):
+            if fd >= 0:
+                os.close(fd)
+        self.pidfd = self.ready_fd = -1
 
     def listen(self) -> list[Said]:
         """Return what the child has said since the last call. Never waits."""
@@ -137,7 +150,8 @@ class StageProcess:
             if event == "ready":
                 self.is_ready, self.ready_s = True, time.monotonic()
             self.last_words = text or self.last_words
-            self.error = text if event == "error" and not self.error else self.error
+            if event == "error" and not self.error:
+                self.error, self.error_s = text, time.monotonic()
         return said
 
     def wait_exit(self, seconds: float) -> bool:
@@ -161,27 +175,54 @@ class StageProcess:
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(self.pid, signal.SIGKILL)
 
-    def reap(self) -> int:
-        """Kill what is left of the child, collect it and return its status (negative: the signal that ended it).
+    def condemn(self, reason: str) -> None:
+        """Kill it, and remember why. It may store something until `exited`."""
+        self.verdict, self.killed_s = reason, time.monotonic()
+        self.kill()
 
-        Waits without bound for one that the kernel does not let go: it may still write what its successor would.
+    @property
+    def lives(self) -> bool:
+        """Whether it has neither ended nor been condemned, as far as has been looked."""
+        return not self.exited and not self.verdict
+
+    @property
+    def status(self) -> int | None:
+        """Of one that was collected; negative: the signal that ended it."""
+        return self._process.returncode
+
+    def collect(self) -> bool:
+        """Kill what is left of the child, and collect it if it can be; return whether it has been. Never waits.
+
+        A dead one cannot be while a tracer holds it, who is told of its end first.
         """
         if self._process.returncode is None:
             self.kill()
-            self._process.wait()
-            os.close(self.pidfd)
-            os.close(self.ready_fd)
-            self._close_word()
+            if self._process.poll() is None:
+                return False
             self.exited = True
-        return self._process.returncode
+            self.close()
+        return True
+
+    def reap(self, seconds: float = REAP_SECONDS) -> int | None:
+        """Kill the child and wait until it is collected, at most for so long. Returns its status, None if it is not."""
+        deadline_s = time.monotonic() + seconds
+        self.kill()
+        if self.pidfd >= 0:
+            self.wait_exit(seconds)
+        while not self.collect() and time.monotonic() < deadline_s:
+            time.sleep(POLL_SECONDS)
+        return self.status
 
     def how_it_ended(self) -> str:
-        """Reap the dead child and say why it ended, in its own words if it had any."""
+        """Collect the dead child if it can be, and say why it ended, in its own words if it had any."""
         assert self.exited
         self.listen()
-        status = self.reap()
-        if self.error:
-            return self.error
+        self.collect()
+        status = self.status
+        if self.verdict or self.error:
+            return self.verdict or self.error
+        if status is None:
+            return "ended under a tracer, nobody knows how"
         if status < 0:
             name = signal.Signals(-status).name if -status in set(signal.Signals) else f"signal {-status}"
             return f"killed by {name}" + (" (is memory short?)" if -status == signal.SIGKILL else "")

@@ -1,7 +1,7 @@
 """Standbys: for each stage one process that has been started already and waits for the word to take its place.
 
 Owns the standbys until they are taken, and the choice of which is started when: only while all is calm, so that no
-recovery and no start is slowed down, and one at a time. A standby that dies is nobody's loss: it is reaped, noted and
+recovery and no start is slowed down, and one at a time. A standby that dies is nobody's loss: it is buried, noted and
 started again later, and after too many deaths in a row never. It may never write a word that a stage reads.
 """
 
@@ -14,6 +14,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 
+from procs.burials import Burials
 from procs.child_specs import ChildSpec
 from procs.restarts import Deaths
 from procs.stage_process import LAST_WORDS_SECONDS, StageProcess
@@ -70,15 +71,17 @@ class Standbys:
         spawn: Callable[[ChildSpec], StageProcess],
         stats: StatsWriter,
         note: Callable[[str], None],
+        burials: Burials,
     ) -> None:
         """specs: of the stages that get one. spawn: starts one; raises OSError if there is no room for a process.
-        stats: the supervisor's. note: is told of deaths, a line each.
+        stats: the supervisor's. note: is told of deaths, a line each. burials: gets those that die or are given up.
         """
         self._specs = {spec.stage: spec for spec in specs}
         self._plan = Plan(specs)
         self._spawn = spawn
         self._stats = stats
         self._note = note
+        self._burials = burials
         self._there: dict[str, StageProcess] = {}
         self._count()
 
@@ -91,6 +94,8 @@ class Standbys:
         for standby in list(self._there.values()):
             if not standby.is_prepared and now_s - standby.started_s > standby.spec.ready_seconds:
                 self._lost(standby, f"not prepared after {standby.spec.ready_seconds:g} s")
+            elif standby.error and now_s - standby.error_s > LAST_WORDS_SECONDS:  # it may print where it happened
+                self._lost(standby, standby.error)
         stage = self._plan.next(now_s, calm_since_s, {name: one.is_prepared for name, one in self._there.items()})
         if stage is None:
             return
@@ -111,23 +116,20 @@ class Standbys:
         if standby.wait_exit(0):  # nobody has looked since
             self._died(standby)
             return None
+        if standby.error:  # it is about to end
+            self._lost(standby, standby.error)
+            return None
         self._leave(standby)
         return standby
 
     def bury(self) -> None:
         """End all of them."""
-        for standby in self._there.values():
-            standby.kill()
         for standby in list(self._there.values()):
             self._leave(standby)
-            standby.reap()
+            self._burials.take(standby)
 
     def _hear(self, standby: StageProcess) -> None:
-        for event, text in standby.listen():
-            if event == "error":
-                standby.wait_exit(LAST_WORDS_SECONDS)  # it may be printing where it happened
-                self._lost(standby, text)
-                return
+        standby.listen()
         if standby.silent:
             self._selector.unregister(standby.ready_fd)
         self._count()
@@ -138,9 +140,9 @@ class Standbys:
         self._lost(standby, standby.how_it_ended())
 
     def _lost(self, standby: StageProcess, reason: str) -> None:
-        """It is dead, or has to be."""
+        """It is dead, or has to be; it touches nothing that another one would, so nobody needs to see its end."""
         self._leave(standby)
-        standby.reap()
+        self._burials.take(standby)
         self._bemoan(standby.stage, reason, time.monotonic() - standby.prepared_s if standby.is_prepared else 0.0)
 
     def _leave(self, standby: StageProcess) -> None:

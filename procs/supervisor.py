@@ -22,14 +22,16 @@ import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import partial
 
+from procs.burials import END_SECONDS, Burials
 from procs.child_specs import CHILD_SPECS, ChildSpec, child_environment
 from procs.log_line import LogLine
 from procs.report import Report
-from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, Pulse, is_sound, look_at
+from procs.restarts import LOOK_SECONDS, Deaths, Obituaries, is_sound
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import LAST_WORDS_SECONDS, StageProcess
 from procs.standbys import Standbys
+from procs.verdicts import Verdict, Verdicts
 from shm.config import ServerConfig
 from shm.control import DRAINING, READY, STARTING
 from shm.faults import fault
@@ -80,8 +82,8 @@ class Supervisor:
         self._obituaries = Obituaries(self._counter)
         self._due_s: dict[str, float] = {}  # stages that wait for their next start, and until when
         self._sound: set[str] = set()  # stages whose last process left its memory as it should be
-        self._pulses: dict[str, Pulse] = {}
-        self._looked_s = 0.0  # at them
+        self._burials = Burials()
+        self._looked_s = 0.0  # at the stages
         self._signals = SignalPipe()
         self._stopping = False
         self.interrupted_by = 0
@@ -97,7 +99,9 @@ class Supervisor:
         self._stats = self._memory.stats.writer("supervisor")
         self._line = LogLine(self._memory.stats, self._config.log_seconds)
         specs = self._specs if self._config.standby else ()
-        self._standbys = Standbys(specs, partial(self._spawn, standby=True), self._stats, report.note)
+        spawn = partial(self._spawn, standby=True)
+        self._standbys = Standbys(specs, spawn, self._stats, report.note, self._burials)
+        self._verdicts = Verdicts(self._memory.control.heartbeat_ns)
         failure: StageFailed | None = None
         status = 0
         try:
@@ -159,8 +163,7 @@ class Supervisor:
             standby.take_over(epoch)
         child = standby or self._spawn(spec)
         control.set_pid(spec.stage, child.pid)
-        asleep_s = spec.asleep_seconds if epoch > 1 else math.inf
-        self._pulses[spec.stage] = Pulse(partial(look_at, child.pid), asleep_s)
+        self._verdicts.watch(child, spec.asleep_seconds if epoch > 1 else math.inf)
         child.watch(self._selector, partial(self._hear, child), partial(self._died, child))
         return child
 
@@ -186,10 +189,6 @@ class Supervisor:
 
     def _hear(self, child: StageProcess) -> None:
         for event, text in child.listen():
-            if event == "error":
-                child.wait_exit(LAST_WORDS_SECONDS)  # it may be printing where it happened
-                self._lost(child, text)
-                return
             if event == "progress":
                 self._report.progress(child.stage, text)
             if event == "ready":
@@ -198,18 +197,14 @@ class Supervisor:
             self._selector.unregister(child.ready_fd)
 
     def _died(self, child: StageProcess) -> None:
-        assert child.wait_exit(0)
-        child.unwatch(self._selector)
-        self._lost(child, child.how_it_ended())
-
-    def _lost(self, child: StageProcess, reason: str, hung: str = "") -> None:
-        """A stage is dead, or has to be: bury it, and have it started again. Raises StageFailed where that is no use:
-        for what it says itself before the server is ready, and for deaths that are too many. hung: why it is killed.
+        """A stage is dead: bury it, and have it started again. Raises StageFailed where that is no use: for what it
+        says itself before the server is ready, and for deaths that are too many.
         """
+        assert child.wait_exit(0)
         self._stats.add("deaths_total")
         child.unwatch(self._selector)
-        stage, status, now_s = child.stage, child.reap(), time.monotonic()
-        sound = is_sound(stage, self._config.device, status, child.error, hung)
+        stage, reason, now_s = child.stage, child.how_it_ended(), time.monotonic()
+        sound = is_sound(stage, self._config.device, self._burials.take(child), child.error, hung=child.verdict)
         # One that never served may not have looked at what its predecessor left: that is as sound as it was.
         sound = sound and (child.is_ready or stage in self._sound)
         (self._sound.add if sound else self._sound.discard)(stage)
@@ -257,35 +252,30 @@ class Supervisor:
         now_s = time.monotonic()
         for stage in [stage for stage, due_s in self._due_s.items() if due_s <= now_s]:
             self._restart(stage)
-        for child in list(self._children):
-            if not child.is_ready and not child.exited and now_s - child.started_s > child.spec.ready_seconds:
-                busy = f"; the last it said was: {child.last_words}" if child.last_words else ""
-                late = f"not ready after {child.spec.ready_seconds:g} s{busy}"
-                if self._memory.control.state == STARTING:
-                    raise StageFailed(child.stage, late)
-                self._lost(child, late, hung=late)
         if now_s - self._looked_s >= LOOK_SECONDS:
             self._looked_s = now_s
-            self._feel_pulses(now_s)
+            for child in self._children:
+                if verdict := self._verdicts.of(child, now_s):
+                    self._kill(child, verdict)
+            self._note(self._burials.look(now_s))
             self._note(self._obituaries.due(now_s))
             self._standbys.look(now_s, self._calm_since_s())
         return max(0.0, min(self._looked_s + LOOK_SECONDS, *self._due_s.values(), now_s + LOOK_SECONDS) - now_s)
 
     def _calm_since_s(self) -> float | None:
         """Since when every stage serves; None while one does not, and while the server starts or ends."""
-        serve = self._memory.control.state == READY and all(c.is_ready and not c.exited for c in self._children)
+        serve = self._memory.control.state == READY and all(c.is_ready and c.lives for c in self._children)
         return max(child.ready_s for child in self._children) if serve else None
 
-    def _feel_pulses(self, now_s: float) -> None:
-        control = self._memory.control
-        for child in list(self._children):
-            if child.exited:
-                continue
-            beat_ns = control.heartbeat_ns(child.stage) if child.is_ready else 0  # it may be its predecessor's
-            reason = self._pulses[child.stage].hangs(now_s, beat_ns)
-            if reason is not None:
-                self._stats.add("hangs_total")
-                self._lost(child, reason, hung=reason)
+    def _kill(self, child: StageProcess, verdict: Verdict) -> None:
+        """End a stage. `_died` is called once it is dead, and only then somebody may take its place."""
+        if self._memory.control.state == STARTING and not verdict.hangs:
+            raise StageFailed(child.stage, verdict.reason)
+        self._stats.add("hangs_total", int(verdict.hangs))
+        self._burials.kill(child, verdict.reason)
+        self._memory.control.set_pid(child.stage, 0)  # whatever it may still do, it is down
+        if not child.silent:  # nobody listens to it any more
+            self._selector.unregister(child.ready_fd)
 
     def _note(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -335,9 +325,8 @@ class Supervisor:
     def _stop(self, child: StageProcess) -> None:
         """Ask a child to end, kill it if it takes too long, and say so. From here on nobody's end is a failure."""
         self._forget_all()
-        if not child.is_ready:  # it has nothing to finish
-            child.kill()
-        elif not child.exited:
+        asked = child.is_ready and child.lives  # others have nothing to finish
+        if asked:
             child.terminate()
             deadline_s = time.monotonic() + child.spec.stop_seconds
             self._selector.register(child.pidfd, selectors.EVENT_READ, lambda: None)
@@ -346,12 +335,12 @@ class Supervisor:
                 lambda: max(0.0, deadline_s - time.monotonic()),
             )
             self._selector.unregister(child.pidfd)
-        late = child.is_ready and not child.exited
-        status = child.reap()
+        late = asked and not child.exited
+        child.collect()  # or kill it: `_bury` waits for it
         if late:
             self._report.note(f"{child.stage} did not stop within {child.spec.stop_seconds:g} s and was killed")
-        elif status and child.is_ready:
-            self._report.note(f"{child.stage} stopped with status {status}")
+        elif child.status and child.is_ready:
+            self._report.note(f"{child.stage} stopped with status {child.status}")
 
     def _forget_all(self) -> None:
         """Watch the signals only."""
@@ -369,10 +358,7 @@ class Supervisor:
 
     def _bury(self) -> None:
         self._standbys.bury()
-        for child in self._children:
-            child.kill()
-        for child in self._children:
-            child.reap()
+        self._note(self._burials.end(self._children, END_SECONDS))
 
 
 def _soonest(*seconds: float | None) -> float | None:

@@ -126,7 +126,7 @@ class Control:
         self.words[_word(stage, _DEATHS)] = deaths
 
     def stage_state(self, stage: str) -> str:
-        """What the stage does, in a word: "serving", "starting", or "down" while nothing runs."""
+        """What the stage does, in a word: "serving", "starting", or "down" while nothing runs but what was killed."""
         if not self.pid(stage):
             return "down"
         return "serving" if self.serves(stage) == self.epoch(stage) else "starting"
@@ -144,7 +144,7 @@ class Control:
         self.words[_word(stage, _MEMORY)] = epoch
 
     def set_pid(self, stage: str, pid: int) -> None:
-        """Writer: supervisor. 0 = not running."""
+        """Writer: supervisor. 0 = not running, or killed and not gone yet."""
         self.words[_word(stage, _PID)] = pid
 
     def set_restarts(self, stage: str, restarts: int) -> None:

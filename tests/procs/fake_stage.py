@@ -54,7 +54,9 @@ def misbehave(c: Child, how: str) -> None:
     if how == "crash in a thread":
         threading.Thread(target=lambda: 1 // 0).start()
         time.sleep(60)
-    if how == "sleep":
+    if how == "sleep in two threads":
+        threading.Thread(target=time.sleep, args=(60,), daemon=True).start()
+    if how.startswith("sleep"):
         time.sleep(60)
     if how == "dawdle":
         c.progress("dawdling")
@@ -92,6 +94,8 @@ def main() -> None:
         else:
             if how == "deaf":
                 signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            if how == "in two threads":
+                threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
             if how == "with a child":
                 subprocess.Popen(["sleep", "60"])
             if how == "says bad things at the end":

@@ -15,6 +15,7 @@ from procs.restarts import (
     LATE_SECONDS,
     LOOK_SECONDS,
     SILENT_SECONDS,
+    STOPPED_BY_SIGNAL,
     TOLD_SECONDS,
     Deaths,
     Look,
@@ -23,6 +24,7 @@ from procs.restarts import (
     is_sound,
     look_at,
 )
+from shm.control import STAGES
 
 SPEC = CHILD_SPECS[0]
 
@@ -190,3 +192,7 @@ def test_tables_are_sound_unless_the_scheduler_found_an_error_itself() -> None:
     assert all(is_sound("scheduler", "host", status, "", "") for status in (*KILLED, *ERRORS))
     assert is_sound("scheduler", "cuda", -signal.SIGKILL, "", "hung: asleep")
     assert not is_sound("scheduler", "host", 1, "AssertionError: page freed twice", "")
+
+
+def test_nothing_is_sound_behind_one_of_which_nobody_knows_how_it_ended() -> None:
+    assert not any(is_sound(stage, "host", None, "", hung) for stage in STAGES for hung in ("", STOPPED_BY_SIGNAL))
