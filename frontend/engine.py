@@ -44,7 +44,6 @@ class Engine:
         """epoch: of this process, to which the detokenizer addresses its messages."""
         self.config = config
         self.meter = meter
-        self.stopping = False  # this process was told to end
         self._control = control
         self._epoch = epoch
         self._trace = trace
@@ -65,7 +64,7 @@ class Engine:
         state = self._control.state
         if state == FAILED:
             return ApiError(503, f"the server has failed: {self.failure}", code="failed")
-        if state == DRAINING or self.stopping:
+        if state == DRAINING:
             return ApiError(503, "the server is shutting down", code="draining")
         if state == STARTING:
             return ApiError(503, "the server is starting", code="starting")

@@ -123,10 +123,8 @@ class Process:
             if self.engine.failed:
                 self.engine.fail(self.engine.failure)
                 self._end(FAIL_FLUSH_SECONDS)
-            elif self._child.stopping:
-                self.engine.stopping = True
-                if self.engine.idle:
-                    self._end(DRAIN_FLUSH_SECONDS)
+            elif self._child.stopping and self.engine.idle:
+                self._end(DRAIN_FLUSH_SECONDS)
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(self._kicked.wait(), WAIT_MS_MAX / 1000)
             self._kicked.clear()

@@ -149,6 +149,7 @@ class Supervisor:
             self._until(lambda: self._stopping, lambda: _soonest(self._log(), self._look_after()))
             if not self._drain():
                 return  # the clients were told, and nothing is left to be finished: the burial kills, hung or not
+        control.state = DRAINING  # before anybody is asked to end: who is asked by somebody else dies of it
         for child in reversed(self._children):
             self._stop(child)
 

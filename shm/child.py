@@ -20,6 +20,7 @@ import resource
 import signal
 import sys
 import threading
+import time
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -31,7 +32,7 @@ import orjson
 import setproctitle
 
 from shm.config import ServerConfig
-from shm.control import STAGES, Control
+from shm.control import DRAINING, FAILED, STAGES, Control
 from shm.faults import FAULTS
 from shm.ledger import Ledger
 from shm.records import RingSpec, ring_specs
@@ -43,6 +44,7 @@ from shm.trace import Trace, TraceWriter
 WORD_BYTES = 8
 CORE_DUMPS = "STEPAHEAD_CORE_DUMPS"  # a variable of the environment; 1: stages may leave cores
 STANDBY_TITLE = " (standby)"  # behind the title of its stage
+SAME_BREATH_SECONDS = 0.2  # between one signal to the supervisor and to a stage, for the supervisor to take notice
 
 _PR_SET_PDEATHSIG = 1
 _TEXT_CHARS_MAX = 600
@@ -101,7 +103,8 @@ class Boot:
 class Child:
     """A process that has booted, and is the stage from `take_over` on: before it, nothing shared may be written.
 
-    `stopping` turns True on SIGTERM, which also kicks the stage's own doorbell; before `take_over` SIGTERM is the end.
+    `stopping` turns True on the supervisor's SIGTERM, which also kicks the stage's own doorbell. Before `take_over`
+    SIGTERM is the end.
     """
 
     def __init__(self, record: Boot) -> None:
@@ -204,8 +207,24 @@ class Child:
     def _on_sigterm(self, _signum: int, _frame: FrameType | None) -> None:
         if not self._is_stage:
             os._exit(0)  # it has nothing to finish
+        if not self._server_ends():
+            # Whoever finished its work at leisure would be missing for as long as that takes. A death is what the
+            # others know how to deal with.
+            signal.signal(signal.SIGTERM, signal.SIG_DFL)
+            os.kill(os.getpid(), signal.SIGTERM)
         self.stopping = True
         self.own_doorbell.kick()
+
+    def _server_ends(self) -> bool:
+        """Whether it was the supervisor that sent SIGTERM: it says that the server ends before it asks anybody. Who
+        signals all processes of a server at once sends it one as well, and it may be the last to take notice.
+        """
+        until_s = time.monotonic() + SAME_BREATH_SECONDS
+        while self.control.state not in (DRAINING, FAILED):
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(0.01)
+        return True
 
 
 def boot(argv: Sequence[str] | None = None) -> Child:

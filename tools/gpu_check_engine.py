@@ -19,7 +19,7 @@ from procs.child_specs import CHILD_SPECS, child_environment
 from procs.server_memory import ServerMemory
 from procs.stage_process import StageProcess
 from shm.config import ServerConfig
-from shm.control import READY
+from shm.control import DRAINING, READY
 from shm.ledger import FINISH_NAMES, FINISH_NONE, Ledger
 from shm.records import intake_record, read_progress, ring_specs
 from shm.ring import Ring
@@ -90,6 +90,7 @@ class Engine:
 
     def stop(self) -> None:
         """End the stages, gently first."""
+        self._memory.control.state = DRAINING
         for child in reversed(self._children):
             child.terminate()
         for child in reversed(self._children):

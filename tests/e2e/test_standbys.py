@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests.e2e.live_server import LiveServer, descendants, live_server, process_titles, spawn, wait_ready
-from tests.e2e.stories import STAGES, Story, all_at_once, health, pid_of, wait_for, wait_whole
+from tests.e2e.stories import STAGES, Story, all_at_once, body, health, pid_of, tell, wait_for, wait_whole
 from tests.e2e.test_faults import alive
 from tests.model_factory import TinyLlama
 
@@ -75,6 +75,29 @@ def test_the_standby_is_the_successor(server: LiveServer, wanted: list[Story], s
 
 
 @pytest.mark.parametrize("stage", ALL)
+def test_sigterm_from_somebody_else_than_the_supervisor_is_a_death(
+    server: LiveServer, wanted: list[Story], stage: str
+) -> None:
+    complete(server)
+    restarts = health(server)[stage]["restarts"]
+    telling = all_at_once(server, MODEL, max_tokens=48 if stage != "frontend" else 400)
+    telling.wait_tokens(3)
+    for name in ALL:
+        os.kill(pid_of(server, name), signal.SIGINT)  # of which stages take no notice
+    pid = pid_of(server, stage)
+    os.kill(pid, signal.SIGTERM)
+    wait_for(lambda: pid_of(server, stage) != pid, "end of the process", 10)
+    if stage == "frontend":
+        assert tell(server, body(0, MODEL)) == wanted[0], "new clients wait for the next one"
+        assert any(story.end.startswith("broken") for story in telling.end())
+    else:
+        assert telling.end() == wanted
+    after = wait_whole(server)
+    assert (after[stage]["restarts"], after[stage]["last_reason"]) == (restarts + 1, "killed by SIGTERM")
+    server.wait_idle()
+
+
+@pytest.mark.parametrize("stage", ALL)
 def test_a_standby_that_dies_is_not_missed(server: LiveServer, wanted: list[Story], stage: str) -> None:
     before, restarts = complete(server), {name: told["restarts"] for name, told in health(server).items()}
     telling = all_at_once(server, MODEL)
@@ -126,6 +149,18 @@ def test_nothing_is_left_of_them(path: Path, signals: int) -> None:
     assert server.process.wait(60) == (0 if signals == 1 else 128 + signal.SIGTERM), server.text()
     telling.end()
     wait_for(lambda: not [pid for pid in pids if alive(pid)], "end of all", 5)
+
+
+def test_a_signal_to_all_processes_at_once_ends_the_server_and_no_request(path: Path, wanted: list[Story]) -> None:
+    """As a manager of services sends it; to the supervisor last, which is the worst order."""
+    server = wait_ready(spawn(*options(path), "--drain-seconds", "240"))
+    telling = all_at_once(server, MODEL)
+    telling.wait_tokens(3)
+    for pid in [*process_titles(server.process.pid).values()][::-1]:
+        os.kill(pid, signal.SIGTERM)
+    refused = "503: the server is shutting down"  # who had not been opened yet
+    assert all(story in (right, Story(end=refused)) for story, right in zip(telling.end(), wanted, strict=True))
+    assert server.process.wait(60) == 0, server.text()
 
 
 def test_none_without_them(path: Path) -> None:

@@ -181,6 +181,7 @@ def test_sigterm_waits_for_open_rows() -> None:
     with live_frontend() as live:
         call = Call(live, text("/slow", max_tokens=40, stream=True))
         live.wait_rows(1)
+        live.control.state = DRAINING
         live.process.send_signal(signal.SIGTERM)
         time.sleep(0.1)
         assert live.post("/v1/completions", text("x")).status_code == 503
@@ -192,6 +193,7 @@ def test_sigterm_waits_for_open_rows() -> None:
 def test_an_idle_process_ends_at_once() -> None:
     with live_frontend() as live, httpx.Client() as client:
         client.get(live.url + "/health")  # an idle connection stays open
+        live.control.state = DRAINING
         live.process.send_signal(signal.SIGTERM)
         assert live.end(4.5) == (0, "")
 

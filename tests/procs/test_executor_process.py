@@ -13,6 +13,7 @@ from procs.model_info import read_model_info
 from procs.server_memory import ServerMemory
 from procs.stage_process import Said, StageProcess
 from shm.config import ModelInfo, ServerConfig
+from shm.control import DRAINING
 from shm.ledger import Ledger
 from shm.records import STEP_DECODE, STEP_MIXED, ResultLayout, StepLayout, ring_specs
 from shm.ring import Ring
@@ -154,6 +155,7 @@ def test_a_row_has_the_same_tokens_alone_and_among_others(
         assert len(tokens) == 8
         assert len(set(tokens)) > 1, "a model that repeats itself proves little"
         assert together[entry][:8] == tokens
+    rig.memory.control.state = DRAINING
     rig.process.terminate()
     assert rig.process.wait_exit(5)
     assert rig.process.reap() == 0

@@ -5,6 +5,7 @@ import signal
 
 import pytest
 
+from shm.control import DRAINING
 from shm.ledger import FINISH_ABORT
 from shm.trace import Trace, What
 from tests.procs.scheduler_rig import scheduler_rig
@@ -49,6 +50,7 @@ def test_stops_on_sigterm_when_the_steps_in_flight_are_done() -> None:
     with scheduler_rig(tiny_config(max_len=64, kv_tokens=256), step_s=0.05) as rig:
         rig.send(Request([1], 60))
         rig.wait(lambda: len(rig.steps_run) > 2)
+        rig.memory.control.state = DRAINING
         rig.process.terminate()
         assert rig.process.wait_exit(3)
         assert rig.process.reap() == 0
@@ -59,6 +61,7 @@ def test_stops_on_sigterm_when_the_steps_in_flight_are_done() -> None:
 
 def test_stops_on_sigterm_when_idle() -> None:
     with scheduler_rig(tiny_config()) as rig:
+        rig.memory.control.state = DRAINING
         rig.process.terminate()
         assert rig.process.wait_exit(3)
         assert rig.process.reap() == 0
@@ -85,6 +88,7 @@ def test_stops_on_sigterm_though_the_detokenizer_stands_still() -> None:
         request = Request([1], 120)
         rig.send(request)
         rig.wait(lambda: rig.progress.available() == rig.progress.ring.slots)
+        rig.memory.control.state = DRAINING
         rig.process.terminate()
         assert rig.process.wait_exit(2)
         assert rig.process.reap() == 0
@@ -98,6 +102,7 @@ def test_says_everything_before_it_stops() -> None:
         request = Request([1], 120)
         rig.send(request)
         rig.wait(lambda: rig.ledger.done[request.row] == request.generation)
+        rig.memory.control.state = DRAINING
         rig.process.terminate()
         rig.finish(request)
         assert rig.process.wait_exit(2)

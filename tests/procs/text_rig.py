@@ -26,6 +26,7 @@ from procs.stage_process import StageProcess
 from shm.channel import Receiver, Sender
 from shm.child import Child
 from shm.config import ServerConfig
+from shm.control import DRAINING
 from shm.records import progress_record, read_intake
 
 WAIT_MS = 5000
@@ -78,6 +79,7 @@ class TextRig:
                 time.sleep(0.01)
                 said += [line.event for line in process.listen()]
             yield process
+            self.memory.control.state = DRAINING
             process.terminate()
             assert process.wait_exit(spec.stop_seconds), "it did not end on SIGTERM"
         finally:

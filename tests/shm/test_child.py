@@ -20,7 +20,7 @@ import numpy as np
 import pytest
 
 from shm.child import CORE_DUMPS, WORD_BYTES, Boot
-from shm.control import STAGES, Control
+from shm.control import DRAINING, FAILED, READY, STAGES, STARTING, Control, ServerState
 from shm.doorbell import Doorbell
 from shm.ledger import Ledger
 from shm.records import intake_record, ring_specs
@@ -152,9 +152,34 @@ def test_a_stage_boots_works_and_stops_on_sigterm(nest: Nest) -> None:
     process.send_signal(signal.SIGINT)  # not the stage's affair
     time.sleep(0.05)
     assert process.poll() is None
+    nest.control.state = DRAINING
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, errors) == (0, "")
+
+
+@pytest.mark.parametrize("state", ServerState, ids=lambda state: state.name)
+def test_sigterm_is_a_wish_of_the_supervisor_only_once_the_server_ends(nest: Nest, state: ServerState) -> None:
+    process = nest.start("""
+        import time
+        from shm import child
+        with child.start() as c:
+            c.take_over()
+            c.ready("up")
+            while not c.stopping:
+                c.own_doorbell.wait(lambda: False, 60_000)
+            time.sleep(0.2)  # it has something to finish
+            c.progress("finished")
+        """)
+    assert nest.line()["event"] == "ready"
+    nest.control.state = state
+    process.send_signal(signal.SIGTERM)
+    _, errors = process.communicate(timeout=DEADLINE_S)
+    asked = state in (DRAINING, FAILED)
+    assert asked != (state in (STARTING, READY))
+    assert (process.returncode, errors) == (0 if asked else -signal.SIGTERM, "")
+    if asked:
+        assert nest.line() == {"event": "progress", "text": "finished"}
 
 
 @pytest.mark.parametrize(
@@ -373,6 +398,7 @@ def test_a_standby_touches_nothing_before_the_word(nest: Nest) -> None:
     os.close(say_fd)
     assert nest.line() == {"event": "ready", "text": "up"}
     assert title_of(process.pid) == "stepahead: gpu"
+    nest.control.state = DRAINING
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=DEADLINE_S)
     assert (process.returncode, errors) == (0, "")
@@ -402,5 +428,6 @@ def test_the_word_may_come_before_the_standby_is_prepared(nest: Nest) -> None:
     process = nest.start(STANDBY, dataclasses.replace(nest.boot(), epoch=0, word_fd=word_fd))
     os.close(word_fd)
     assert [nest.line()["event"] for _ in range(2)] == ["prepared", "ready"]
+    nest.control.state = DRAINING
     process.send_signal(signal.SIGTERM)
     assert process.communicate(timeout=DEADLINE_S)[1] == ""
