@@ -17,6 +17,7 @@ import psutil
 import pytest
 
 from procs.burials import END_SECONDS, Burials
+from procs.child_specs import child_environment
 from procs.server_memory import ServerMemory
 from procs.stage_process import StageProcess
 from tests.procs.fake_server import config, open_fds, spec
@@ -165,7 +166,9 @@ def test_a_standby_that_is_given_up_and_does_not_go_holds_up_nobody(start: Calla
 @pytest.fixture
 def child() -> Iterator[StageProcess]:
     memory, before = ServerMemory(config()), open_fds()
-    made = StageProcess(spec("gpu", "in two threads"), memory, dict(os.environ) | {"FAKE": "in two threads"}, None)
+    which = spec("gpu", "in two threads")
+    env = child_environment(which, config(), os.environ) | {"FAKE": "in two threads"}
+    made = StageProcess(which, memory, env, None)
     wait_until(lambda: bool(made.listen()) and made.is_ready)
     wait_until(lambda: len(psutil.Process(made.pid).threads()) > 1)
     yield made
