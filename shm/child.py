@@ -16,12 +16,14 @@ import ctypes
 import dataclasses
 import itertools
 import os
+import resource
 import signal
 import sys
 import threading
 import traceback
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any, NoReturn
 
@@ -39,6 +41,7 @@ from shm.stats import Stats, StatsWriter
 from shm.trace import Trace, TraceWriter
 
 WORD_BYTES = 8
+CORE_DUMPS = "STEPAHEAD_CORE_DUMPS"  # a variable of the environment; 1: stages may leave cores
 STANDBY_TITLE = " (standby)"  # behind the title of its stage
 
 _PR_SET_PDEATHSIG = 1
@@ -211,6 +214,8 @@ def boot(argv: Sequence[str] | None = None) -> Child:
     From here on the process dies with the supervisor, SIGINT is ignored (the supervisor decides), and an uncaught
     exception in any thread is an error line and exit status 1.
     """
+    if os.environ.get(CORE_DUMPS) != "1":
+        _leave_no_core()
     boot_fd = _boot_fd(sys.argv[1:] if argv is None else argv)
     record = Boot.from_fd(boot_fd)
     os.close(boot_fd)
@@ -245,6 +250,18 @@ def _boot_fd(argv: Sequence[str]) -> int:
         if option == "--boot-fd":
             return int(value)
     raise SystemExit("this module is a stage of the server and is started by it: --boot-fd N is missing")
+
+
+def _leave_no_core() -> None:
+    """Have the kernel write nothing of this process when a signal ends it.
+
+    Its memory is all that the server shares, and until it is written the process is not dead: nobody takes its place.
+    The limit does not count where cores go to a program; there the filter leaves nothing to be handed over.
+    """
+    with contextlib.suppress(OSError, ValueError):
+        resource.setrlimit(resource.RLIMIT_CORE, (0, resource.getrlimit(resource.RLIMIT_CORE)[1]))
+    with contextlib.suppress(OSError):
+        Path("/proc/self/coredump_filter").write_text("0")
 
 
 def _die_with(supervisor_pid: int) -> None:

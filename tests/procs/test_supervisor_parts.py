@@ -22,7 +22,7 @@ from procs.listener import open_listener
 from procs.server_memory import ServerMemory
 from procs.signal_pipe import ASKED, SignalPipe
 from procs.stage_process import StageProcess
-from shm.child import Boot, StartupError
+from shm.child import CORE_DUMPS, Boot, StartupError
 from shm.control import STAGES
 from shm.records import ring_specs
 from tests.procs.fake_server import config, open_fds, spec
@@ -45,9 +45,11 @@ def test_every_stage_has_one_spec_and_its_module_exists() -> None:
 def test_the_environment_is_cleaned_and_the_threads_are_set() -> None:
     gpu = CHILD_SPECS[0]
     given = {"HOME": "/h", "PYTHONPATH": "/evil", "PYTHONOPTIMIZE": "2", "STEPAHEAD_API_KEY": "secret"}
+    given[CORE_DUMPS] = "1"
     env = child_environment(gpu, config(threads=3), given)
     assert env["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/evil"]
     assert not {"PYTHONOPTIMIZE", "STEPAHEAD_API_KEY"} & set(env)
+    assert env[CORE_DUMPS] == "1"
     assert (env["HOME"], env["OMP_NUM_THREADS"], env["NUMBA_NUM_THREADS"]) == ("/h", "3", "3")
     assert all("{" not in value for spec in CHILD_SPECS for value in child_environment(spec, config(), {}).values())
 

@@ -5,6 +5,7 @@ import dataclasses
 import json
 import os
 import re
+import resource
 import select
 import signal
 import subprocess
@@ -18,7 +19,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from shm.child import WORD_BYTES, Boot
+from shm.child import CORE_DUMPS, WORD_BYTES, Boot
 from shm.control import STAGES, Control
 from shm.doorbell import Doorbell
 from shm.ledger import Ledger
@@ -197,6 +198,42 @@ def test_a_stage_dies_of_an_error_that_it_cannot_print(nest: Nest, how: str) -> 
     assert nest.line()["text"] == "ZeroDivisionError: division by zero"
     process.communicate(timeout=DEADLINE_S)
     assert process.returncode == 1
+
+
+HARD = resource.getrlimit(resource.RLIMIT_CORE)[1]
+CORES = """
+    import resource
+    from shm import child
+    hard = resource.getrlimit(resource.RLIMIT_CORE)[1]
+    resource.setrlimit(resource.RLIMIT_CORE, (hard, hard))
+    with child.start() as c:
+        with open("/proc/self/coredump_filter") as filter:
+            c.progress(f"{resource.getrlimit(resource.RLIMIT_CORE)[0]} {int(filter.read(), 16) > 0}")
+    """
+
+
+@pytest.mark.parametrize(("wish", "told"), [("", "0 False"), ("0", "0 False"), ("1", f"{HARD} True")])
+def test_a_stage_leaves_no_core_unless_asked_to(
+    nest: Nest, monkeypatch: pytest.MonkeyPatch, wish: str, told: str
+) -> None:
+    monkeypatch.setenv(CORE_DUMPS, wish)
+    process = nest.start(CORES)
+    assert nest.line()["text"] == told
+    assert process.communicate(timeout=DEADLINE_S) == ("", "")
+
+
+def test_where_the_kernel_knows_of_no_filter_a_stage_starts(nest: Nest) -> None:
+    process = nest.start("""
+        from pathlib import Path
+        from shm import child
+        def refuse(*_):
+            raise OSError
+        Path.write_text = refuse
+        with child.start() as c:
+            c.progress("up")
+        """)
+    assert nest.line()["text"] == "up"
+    process.communicate(timeout=DEADLINE_S)
 
 
 def test_a_boot_that_fails_has_its_reason_told(nest: Nest) -> None:
