@@ -44,9 +44,8 @@ def test_every_stage_has_one_spec_and_its_module_exists() -> None:
 
 def test_the_environment_is_cleaned_and_the_threads_are_set() -> None:
     gpu = CHILD_SPECS[0]
-    given = {"HOME": "/h", "PYTHONPATH": "/evil", "PYTHONOPTIMIZE": "2", "STEPAHEAD_API_KEY": "secret"} | {
-        CORE_DUMPS: "1"
-    }
+    given = {"HOME": "/h", "PYTHONPATH": "/evil", "PYTHONOPTIMIZE": "2", "STEPAHEAD_API_KEY": "secret"}
+    given[CORE_DUMPS] = "1"
     env = child_environment(gpu, config(threads=3), given)
     assert env["PYTHONPATH"].split(os.pathsep) == [str(ROOT), "/evil"]
     assert not {"PYTHONOPTIMIZE", "STEPAHEAD_API_KEY"} & set(env)
