@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import random
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
@@ -40,6 +40,7 @@ def drafting(name: str) -> tuple[str, ...]:
     return ("--speculate", name, "--draft-when", "always")
 
 
+ALONE = ("--no-standby",)  # nobody dies here
 ITSELF = "smollm2-135m-instruct"  # the model drafts for itself
 
 
@@ -51,7 +52,7 @@ def test_float32_gives_every_id_of_the_greedy_file() -> None:
     """With drafts, which change how many tokens a step brings and never which ones. What is a chat is asked as one."""
     same = {"model": "smollm2-135m-instruct", "max_tokens": 64, "temperature": 0, "return_token_ids": True}
     texts, chats = ([line for line in GREEDY if line["chat"] == chat] for chat in (False, True))
-    with live_server("--dtype", "float32", *drafting("mtp")) as server:
+    with live_server("--dtype", "float32", *ALONE, *drafting("mtp")) as server:
         bodies = [same | {"prompt": line["prompt_ids"]} for line in texts]
         for line, answer in zip(texts, complete(server, bodies), strict=True):
             assert ids_of(answer) == line["token_ids"]
@@ -67,33 +68,54 @@ def test_float32_gives_every_id_of_the_greedy_file() -> None:
 
 # Against overlap, chunks of 256 and no drafts: one difference would show.
 OTHERWISE = ("--no-overlap", "--prefill-chunk", "16")
-# Rows of 16 and 112 tokens take 8 pages each. Two of them that run together must outgrow these 9, however late the
-# second one comes: it begins with 2 (its prompt and two windows), and only where as many and one more are left.
-LONG_PROMPT, LONG_TOKENS, TIGHT = 16, 112, ("--kv-tokens", "144")
+PAGE = 16
+
+
+class Asked(NamedTuple):
+    """n requests, and some long ones. Of these two must outgrow a cache that is a page larger than what one of them
+    fills, however late the second one comes: it begins with two pages (its prompt and two windows), and only where as
+    many and one more are left.
+    """
+
+    n: int
+    tokens: int
+    n_long: int
+    tokens_long: int
+
+    @property
+    def short(self) -> list[dict[str, Any]]:
+        return requests_of(GREEDY[: self.n], self.tokens)
+
+    @property
+    def long(self) -> list[dict[str, Any]]:
+        enough = [line for line in GREEDY if len(line["prompt_ids"]) >= PAGE]
+        return requests_of(enough[: self.n_long], self.tokens_long, PAGE)
+
+    @property
+    def tight(self) -> tuple[str, str]:
+        """The option for the cache."""
+        assert self.tokens_long % PAGE == 0
+        return "--kv-tokens", str(PAGE + self.tokens_long + PAGE)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "shuffled_with", "tight_with", "n", "tokens", "n_long"),
+    ("dtype", "shuffled_with", "tight_with", "asked"),
     [
-        ("int8", "mtp", "dflash", 32, 12, 8),
-        ("float32", "ngram", "mtp", 12, 8, 3),
-        ("bfloat16", "dflash", ITSELF, 12, 8, 3),
+        ("int8", "mtp", "dflash", Asked(32, 12, 8, 112)),
+        ("float32", "ngram", "mtp", Asked(12, 8, 3, 64)),
+        ("bfloat16", "dflash", ITSELF, Asked(12, 8, 3, 64)),
     ],
     ids=["int8", "float32", "bfloat16"],
 )
-def test_same_ids_in_every_setting(
-    dtype: str, shuffled_with: str, tight_with: str, n: int, tokens: int, n_long: int
-) -> None:
+def test_same_ids_in_every_setting(dtype: str, shuffled_with: str, tight_with: str, asked: Asked) -> None:
     """Overlap on and off; alone, 7 and n at once in any order; prefix hit; chunks of 16 and 256; retraction; without
     drafts, and with every drafter (`tools.same_answers --greedy` runs through all combinations).
 
     Greedy and seeded requests alike. All precisions accumulate in a fixed order, so bfloat16 is exact as well. What
     serves by default is asked the most.
     """
-    short = requests_of(GREEDY[:n], tokens)
-    enough = [line for line in GREEDY if len(line["prompt_ids"]) >= LONG_PROMPT]
-    long = requests_of(enough[:n_long], LONG_TOKENS, LONG_PROMPT)
-    with live_server("--dtype", dtype) as server:
+    n, short, long = asked.n, asked.short, asked.long
+    with live_server("--dtype", dtype, *ALONE) as server:
         together = answers(server, short)
         assert len({tuple(ids) for ids in together}) > n - 2, "the requests were meant to differ"
         before = server.wait_idle()
@@ -103,7 +125,7 @@ def test_same_ids_in_every_setting(
         assert hits > 0, "the second round must have hit the prefix cache"
         roomy = answers(server, long)
         assert server.wait_idle()["stepahead_retractions_total"] == 0
-    with live_server("--dtype", dtype, *OTHERWISE, *drafting(shuffled_with)) as server:
+    with live_server("--dtype", dtype, *ALONE, *OTHERWISE, *drafting(shuffled_with)) as server:
         for i in (0, 1):
             assert answers(server, [short[i]]) == [together[i]], "alone"
         seven = random.Random(3).sample(range(n), 7)
@@ -112,7 +134,7 @@ def test_same_ids_in_every_setting(
         # One after the other, so that prompts join while others decode.
         shuffled = answers(server, [short[i] for i in order], apart_s=0.04)
         assert [shuffled[order.index(i)] for i in range(n)] == together, "all at once"
-    with live_server("--dtype", dtype, *TIGHT, *drafting(tight_with)) as server:
+    with live_server("--dtype", dtype, *ALONE, *asked.tight, *drafting(tight_with)) as server:
         tight = answers(server, long)
         metrics = server.wait_idle()
         assert metrics["stepahead_retractions_total"] > 0, "the cache was meant to be too small"
