@@ -263,11 +263,14 @@ class RowTable:
 
     def _why_given_up(self, number: int) -> ApiError:
         ledger = self._ledger
-        deaths, stage = max(
-            (int(ledger.gpu_deaths[number]), "gpu"), (int(ledger.scheduler_deaths[number]), "scheduler")
-        )
+        # Those since it got on last, or those in a row: the larger number has all of the others in it.
+        counts = [
+            (ledger.gpu_deaths, ledger.gpu_in_a_row, "gpu"),
+            (ledger.scheduler_deaths, ledger.scheduler_in_a_row, "scheduler"),
+        ]
         if ledger.text_deaths_of[number] == ledger.generation[number]:
-            deaths, stage = max((deaths, stage), (int(ledger.text_deaths[number]), "detokenizer"))
+            counts.append((ledger.text_deaths, ledger.text_in_a_row, "detokenizer"))
+        deaths, stage = max((int(max(plane[number] for plane in planes)), stage) for *planes, stage in counts)
         if deaths:
             return poison(stage, deaths)
         return ApiError(500, "the server could not go on with this request", code="internal_error")

@@ -17,6 +17,7 @@ from procs.model_download import cache_folder
 from shm.child import StartupError
 from shm.config import ServerConfig
 from shm.control import STAGES
+from shm.limits import DEATHS_IN_A_ROW, STABLE_SECONDS
 
 ROOT = Path(__file__).resolve().parent.parent
 PACKAGES = ("shm", "gpu", "procs", "tools", "frontend")
@@ -45,7 +46,7 @@ class ChildSpec:
     backoff_seconds: tuple[float, ...] = (0.0, 0.0, 0.1, 0.5, 1.0)
     deaths_in_a_row_max: int = 7
     deaths_a_minute_max: int = 60
-    stable_seconds: float = 1.0
+    stable_seconds: float = STABLE_SECONDS
     # The same of its standby, whose death is nobody's loss: there is no hurry.
     standby_backoff_seconds: tuple[float, ...] = (1.0, 2.0, 5.0, 10.0)
     standby_deaths_in_a_row_max: int = 5
@@ -80,6 +81,9 @@ CHILD_SPECS = (
 
 assert {spec.stage for spec in CHILD_SPECS} == set(STAGES) - {"supervisor"}
 assert len({spec.stage for spec in CHILD_SPECS}) == len(CHILD_SPECS)
+assert all(spec.deaths_in_a_row_max >= DEATHS_IN_A_ROW + 2 for spec in CHILD_SPECS), (
+    "two requests that a stage dies of, the one and the other alone in the end, do not use up its deaths"
+)
 
 
 def child_environment(spec: ChildSpec, config: ServerConfig, environ: Mapping[str, str]) -> dict[str, str]:

@@ -31,6 +31,7 @@ from shm import child
 from shm.channel import Sender
 from shm.faults import fault, wrong
 from shm.ledger import FINISH_NAMES, FINISH_NONE, Ledger
+from shm.limits import DEATHS_IN_A_ROW
 from shm.records import read_progress
 from shm.ring import RingConsumer
 from shm.stats import StatsWriter
@@ -40,7 +41,7 @@ from shm.trace import TraceWriter, What
 # Automata of the latest sets of stop strings are kept: requests of one application have the same. The largest is 1 MB.
 STOP_SETS_MAX = 32
 
-DEATHS_MAX = 2  # that a row may cause before it is given up
+DEATHS_MAX = 2  # that a row may cause, without getting on, before it is given up
 REBUILD_LOOK_MS = 5  # between two looks whether the frontend has let go of an earlier detokenizer
 
 Item = list[Any]
@@ -96,7 +97,9 @@ class Detokenizer:
         table: TextTable,
         stats: StatsWriter,
         trace: TraceWriter,
+        streak: int,
     ) -> None:
+        """streak: of the detokenizers' deaths, see `Control.streak`."""
         self._ledger = ledger
         self._progress = progress
         self._frontend = frontend
@@ -108,26 +111,30 @@ class Detokenizer:
         self._stops = lru_cache(maxsize=STOP_SETS_MAX)(StopStrings)
         self._blamed: dict[int, int] = {}  # rows that a detokenizer died of -> generation
         self._spoilt: dict[int, int] = {}  # those that several did
-        self._blame()
+        self._blame(streak)
 
     @property
     def open_rows(self) -> int:
         """Rows that have been seen and not been released."""
         return len(self._rows)
 
-    def _blame(self) -> None:
+    def _blame(self, streak: int) -> None:
         """Whoever was in hand when the process before this one died is blamed for it: rows are worked on one by one."""
         ledger = self._ledger
         in_hand = (ledger.in_hand > 0) & (ledger.in_hand == ledger.generation) & (ledger.freed != ledger.generation)
         for row in np.flatnonzero(in_hand).tolist():
             generation = int(ledger.generation[row])
-            known = int(ledger.text_deaths[row]) if ledger.text_deaths_of[row] == generation else 0
-            ledger.text_deaths[row] = known + 1
+            known = ledger.text_deaths_of[row] == generation
+            in_a_row = int(ledger.text_in_a_row[row]) if known and ledger.text_streak[row] == streak else 0
+            ledger.text_in_a_row[row] = in_a_row + 1
+            ledger.text_streak[row] = streak
+            ledger.text_deaths[row] = (int(ledger.text_deaths[row]) if known else 0) + 1
             ledger.text_deaths_of[row] = generation  # LAST
             ledger.in_hand[row] = 0
         blamed = (ledger.text_deaths_of > 0) & (ledger.text_deaths_of == ledger.generation) & (ledger.text_deaths > 0)
         for row in np.flatnonzero(blamed & (ledger.freed != ledger.generation)).tolist():
-            those = self._spoilt if ledger.text_deaths[row] >= DEATHS_MAX else self._blamed
+            is_spoilt = ledger.text_deaths[row] >= DEATHS_MAX or ledger.text_in_a_row[row] >= DEATHS_IN_A_ROW
+            those = self._spoilt if is_spoilt else self._blamed
             those[row] = int(ledger.generation[row])
 
     def rebuild(self) -> None:
@@ -281,6 +288,7 @@ def main() -> None:
             table,
             stage.stats_writer(),
             stage.trace(),
+            stage.control.streak("detokenizer"),
         )
         stage.ready()
         while not stage.stopping:

@@ -30,7 +30,7 @@ from shm import child
 from shm.config import ServerConfig
 from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
 from shm.faults import fault, wrong
-from shm.records import RESULT_DROPPED, ResultLayout, ResultView, StepLayout, StepView
+from shm.records import RESULT_DROPPED, SAMPLING_ENTRY, ResultLayout, ResultView, StepLayout, StepView
 from shm.ring import RingConsumer, RingProducer
 from shm.stats import StatsWriter
 from shm.tensor_map import ModelError
@@ -154,6 +154,7 @@ class Executor:
         self._in_flight: deque[Completion] = deque()
         self._epoch = epoch
         self._watch = DeviceWatch(PATIENCE[config.device])
+        self._seeds_of: dict[int, int] = {}  # by entry; kept only where a fault asks for them
 
     def serve(self, bell: Doorbell, beat: Callable[[], None], stopping: Callable[[], bool]) -> None:
         """Launch steps until `stopping()` and nothing is queued. Raises DeviceError once the device has failed."""
@@ -190,7 +191,7 @@ class Executor:
         self._in_flight.append(self._program.enqueue(step, result, complete))
         end_ns = time.monotonic_ns()
         self._queued_ns[place] = end_ns
-        fault("gpu.step_launched")
+        fault("gpu.step_launched", partial(self._seeds_in, step.view))
         self._next += 1
         self._next_result += 1
         self._stats.add("mixed_steps_total" if mixed else "decode_steps_total")
@@ -220,6 +221,13 @@ class Executor:
         while self._in_flight and self._in_flight[0].query():
             self._in_flight.popleft()
         return self._in_flight[0] if self._in_flight else None
+
+    def _seeds_in(self, view: StepView) -> list[int]:
+        """The seeds of all rows in a step. A row's seed is only in the step that begins it."""
+        begun = view.sampling[SAMPLING_ENTRY, : view.n_sampling].tolist()
+        self._seeds_of |= dict(zip(begun, _seeds(view), strict=True))
+        entries = [*view.decode_entries[: view.n_decode].tolist(), *view.chunks[0, : view.n_chunks].tolist()]
+        return [self._seeds_of[entry] for entry in entries if entry in self._seeds_of]
 
 
 def _seeds(view: StepView) -> list[int]:

@@ -16,9 +16,10 @@ from procs.sched_rows import Rows
 from shm.ledger import FINISH_LENGTH, FINISH_NONE, FINISH_STOP
 
 
-def recover(rows: Rows, at_work: bool = True) -> int:
+def recover(rows: Rows, streak: int, at_work: bool = True) -> int:
     """Queue every live row again, oldest first, with its prompt and output so far. Returns how many there are.
 
+    streak: of the schedulers' deaths, see `Control.streak`.
     at_work: the scheduler before died while it worked on its batch; one that waited for the device died of no row.
     """
     ledger = rows.ledger
@@ -41,7 +42,7 @@ def recover(rows: Rows, at_work: bool = True) -> int:
     if len(in_batch):
         ledger.admitted[in_batch] = 0  # first: a death from here on is not counted once more
         if at_work:
-            rows.give_up(rows.quarantine.blame(ledger.scheduler_deaths, in_batch))
+            rows.give_up(rows.quarantine.blame("scheduler", streak, in_batch))
     if len(done):
         rows.report(done, ready[done], ledger.count[done], ledger.finish[done])
     return len(live)

@@ -98,6 +98,7 @@ class Rows:
             ledger.finish[row] = FINISH_NONE
             ledger.draft_steps[row] = ledger.drafted[row] = ledger.accepted[row] = 0
             ledger.scheduler_deaths[row] = ledger.gpu_deaths[row] = ledger.admitted[row] = 0
+            ledger.scheduler_in_a_row[row] = ledger.gpu_in_a_row[row] = 0
             ledger.begun[row] = generation
 
     # ------------------------------------------------------------------ running
@@ -193,7 +194,7 @@ class Rows:
         for offset, column in enumerate(tokens):
             some = np.flatnonzero(taken > offset) if offset else slice(None)  # every row gains at least one
             ledger.tokens[rows[some], end[some] + offset] = column[some]
-        fault("scheduler.tokens_stored")
+        fault("scheduler.tokens_stored", lambda: map(int, ledger.seed[rows]))
         outputs += taken
         state.outputs[entries] = outputs
         state.counted[entries] = prompt + outputs - 1
@@ -268,12 +269,12 @@ class Rows:
         self.headroom = policy.HEADROOM_TIGHT
         self.stats.add("retractions_total")
 
-    def forget_device(self, running: Ints, memory: int) -> None:
+    def forget_device(self, running: Ints, memory: int, streak: int) -> None:
         """Queue every row of the batch again, in the order in which they were admitted. `running`: entries, i64[n], in
         the steps that were lost. memory: what the device has now, see `Control.memory`; if it is another one than
-        before, all cached prefixes are lost as well.
+        before, all cached prefixes are lost as well. streak: of the gpu process' deaths, see `Control.streak`.
         """
-        poison = self.quarantine.blame(self.ledger.gpu_deaths, self.state.row[running])
+        poison = self.quarantine.blame("gpu", streak, self.state.row[running])
         state = self.state
         batch = np.flatnonzero(state.used)
         for entry in batch[np.argsort(-state.order[batch])].tolist():

@@ -166,9 +166,9 @@ class Steps:
         rows.stats.add("surplus_tokens_total", produced - taken)
         return flight
 
-    def lose_device(self, memory: int) -> None:
+    def lose_device(self, memory: int, streak: int) -> None:
         """The gpu process has died, and with it all steps in flight; and what was in its memory, unless its successor
-        has the same (`memory`, see `Control.memory`).
+        has the same (`memory`, see `Control.memory`). streak: of its deaths, see `Control.streak`.
         """
         state, running = self.state, set[int]()
         for flight in self.in_flight:
@@ -177,7 +177,7 @@ class Steps:
                 (flight.chunk_entries, flight.chunk_incarnations),
             ):
                 running |= set(entries[state.incarnation[entries] == lives].tolist())
-        self.rows.forget_device(np.array(sorted(running), dtype=np.int64), memory)
+        self.rows.forget_device(np.array(sorted(running), dtype=np.int64), memory, streak)
 
     def drop(self) -> Flight:
         """Take the oldest step in flight as one that did not run. `lose_device` has queued its rows again."""

@@ -60,7 +60,7 @@ class Scheduler:
         control = self._stage.control
         # Behind the epoch, which is stored behind the memory: what is seen here is no older than what is seen there.
         adopt(self.rows, control.memory("gpu"), control.memory("scheduler") < self._stage.epoch)
-        recover(self.rows, control.at_work("scheduler"))
+        recover(self.rows, control.streak("scheduler"), control.at_work("scheduler"))
         control.set_at_work("scheduler", True)
         self._tell()
         self._export()
@@ -189,7 +189,7 @@ class Scheduler:
         epoch = control.epoch("gpu")
         if epoch != self._gpu_epoch:
             self._gpu_epoch = epoch
-            self.steps.lose_device(control.memory("gpu"))
+            self.steps.lose_device(control.memory("gpu"), control.streak("gpu"))
 
     def _drop_stale(self) -> bool:
         """Drop the oldest result if a scheduler that died had queued its step: the rows in it were queued again."""

@@ -97,6 +97,11 @@ class ServerMemory:
             word_fd=word_fd,
         )
 
+    def open_rows(self) -> int:
+        """Requests that the frontend has not answered, as it says itself."""
+        frontend = self.stats.read_stage("frontend")
+        return max(int(frontend[name]) for name in ("open_rows", "open_streams"))  # type: ignore[arg-type]
+
     def kick_all(self) -> None:
         """Wake every stage, so that it looks at the state of the server."""
         for stage, fd in self.doorbell_fds.items():

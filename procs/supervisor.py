@@ -221,6 +221,8 @@ class Supervisor:
         """Have a stage started again when it is due. Raises StageFailed where it has been tried too often."""
         deaths, now_s = self._deaths[stage], time.monotonic()
         delay_s = deaths.died(now_s, served_s)
+        if deaths.in_a_row == 1:
+            self._memory.control.set_streak(stage, self._memory.control.deaths(stage))
         if delay_s is None:
             raise StageFailed(stage, f"{reason}; it has died too often, {deaths.in_a_row} times in a row")
         self._due_s[stage] = now_s + delay_s
@@ -294,17 +296,13 @@ class Supervisor:
             self._report.log(line)
         return seconds
 
-    def _open_rows(self) -> int:
-        frontend = self._memory.stats.read_stage("frontend")
-        return max(int(frontend[name]) for name in ("open_rows", "open_streams"))  # type: ignore[arg-type]
-
     def _drain(self) -> bool:
         """Stop admission, and wait until no request is open or the time for it is over. Return whether all are done."""
         self._memory.control.state = DRAINING
         self._memory.kick_all()
         seconds = self._config.drain_seconds
         deadline_s = time.monotonic() + seconds
-        if open_rows := self._open_rows():
+        if open_rows := self._memory.open_rows():
             self._report.note(
                 f"finishing {open_rows} open requests, at most {seconds:g} s; a second signal ends at once"
             )
@@ -313,11 +311,11 @@ class Supervisor:
 
         def finished() -> bool:
             nonlocal empty_looks
-            empty_looks = 0 if self._open_rows() else empty_looks + 1
+            empty_looks = 0 if self._memory.open_rows() else empty_looks + 1
             return empty_looks > 2 or time.monotonic() >= deadline_s
 
         self._until(finished, lambda: _soonest(LOOK_AGAIN_SECONDS, self._look_after()))
-        if open_rows := self._open_rows():
+        if open_rows := self._memory.open_rows():
             self._report.note(f"{open_rows} requests were not finished after {seconds:g} s")
             self._forget_all()
             self._tell_clients("supervisor", f"it was shut down, and {seconds:g} s did not suffice for this request")

@@ -255,7 +255,7 @@ class TokenizerStage:
         ledger.ignore_eos[row] = sampling.ignore_eos
         ledger.stop_ids[row] = [*stop_ids, *[-1] * (MAX_STOP_TOKEN_IDS - len(stop_ids))]
         ledger.write_stop_strings(row, list(request.stops.strings))
-        fault("tokenizer.planes_written")
+        fault("tokenizer.planes_written", lambda: (sampling.seed,))
         ledger.ready[row] = request.generation  # LAST
         fault("tokenizer.row_ready")
         self._ready.append((row, request.generation, len(ids)))

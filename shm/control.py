@@ -32,7 +32,7 @@ _STATE, _FAILURE_BYTES = 8, 9
 _FAILURE_TEXT = 128  # bytes; FAILURE_BYTES_MAX long
 # Two lines for every stage, behind the header
 _STAGE_WORDS = 2 * _LINE_WORDS
-_EPOCH, _PID, _RESTARTS, _SERVES, _DEATHS, _MEMORY = range(6)  # writer: supervisor
+_EPOCH, _PID, _RESTARTS, _SERVES, _DEATHS, _MEMORY, _STREAK = range(7)  # writer: supervisor
 _WAITING, _HEARTBEAT_NS, _HEARS, _AT_WORK = range(_LINE_WORDS, _LINE_WORDS + 4)  # writer: the stage
 _BASE = HEADER_BYTES // 8
 # Behind the stages' lines: why each of them died, twice, so that the newest text stands still while another is written.
@@ -40,7 +40,7 @@ _REASONS = HEADER_BYTES + len(STAGES) * _STAGE_WORDS * 8
 _REASON_BYTES = 4 * CACHE_LINE_BYTES  # zero behind the text
 _SCHEMA = schema_hash(
     f"{STAGES} {_STATE} {_FAILURE_BYTES} {_FAILURE_TEXT} {_STAGE_WORDS} {_WAITING} {_HEARTBEAT_NS} {_HEARS} "
-    f"{_AT_WORK} {_DEATHS} {_MEMORY} {_REASON_BYTES}"
+    f"{_AT_WORK} {_DEATHS} {_MEMORY} {_STREAK} {_REASON_BYTES}"
 )
 
 assert _FAILURE_TEXT + FAILURE_BYTES_MAX <= HEADER_BYTES
@@ -107,6 +107,16 @@ class Control:
     def deaths(self, stage: str) -> int:
         """How often the stage has died, or was killed because it hung."""
         return self.words[_word(stage, _DEATHS)]
+
+    def streak(self, stage: str) -> int:
+        """The number of the death that began the stage's latest streak: deaths in a row, between which it never served
+        for STABLE_SECONDS. Stored before the epoch that follows a death; 0 = it has not died.
+        """
+        return self.words[_word(stage, _STREAK)]
+
+    def set_streak(self, stage: str, deaths: int) -> None:
+        """Writer: supervisor, while no process of the stage lives."""
+        self.words[_word(stage, _STREAK)] = deaths
 
     def last_reason(self, stage: str) -> str:
         """Why the stage died last; empty if it never has."""

@@ -62,6 +62,11 @@ PLANES = (
     Plane("accepted", "scheduler", "i4"),  # of those the ones that the row kept
     Plane("scheduler_deaths", "scheduler", "i4"),  # of the scheduler, with the row in the batch and not getting on
     Plane("gpu_deaths", "scheduler", "i4"),  # of the gpu process, with the row in the running step and not getting on
+    # The same in one streak of deaths (see `Control.streak`), whether the row got on or not, and in which.
+    Plane("scheduler_in_a_row", "scheduler", "i4"),
+    Plane("scheduler_streak", "scheduler", "i8"),
+    Plane("gpu_in_a_row", "scheduler", "i4"),
+    Plane("gpu_streak", "scheduler", "i8"),
     Plane("admitted", "scheduler", "i8"),  # := generation while the row is in the batch
     Plane("begun", "scheduler", "i8"),  # := generation when the planes above were reset for it
     Plane("done", "scheduler", "i8"),  # := generation, LAST: the scheduler never touches the row again
@@ -70,7 +75,9 @@ PLANES = (
     Plane("text_stop_count", "detokenizer", "i4"),
     Plane("text_stop", "detokenizer", "i8"),  # := generation, LAST
     Plane("in_hand", "detokenizer", "i8"),  # := generation while the row's text is made
-    Plane("text_deaths", "detokenizer", "i4"),  # of the detokenizer, with the row in hand
+    Plane("text_deaths", "detokenizer", "i4"),  # of the detokenizer, with the row in hand and not getting on
+    Plane("text_in_a_row", "detokenizer", "i4"),  # in one streak of deaths, whether it got on or not
+    Plane("text_streak", "detokenizer", "i8"),  # in which
     Plane("text_deaths_of", "detokenizer", "i8"),  # := generation, LAST
     # The prompt, written by the tokenizer, and behind it the output, written by the scheduler.
     Plane("tokens", "tokenizer [:prompt_len], scheduler [prompt_len:]", "i4", 0),
@@ -104,6 +111,10 @@ class Ledger:
     accepted: npt.NDArray[np.int32]
     scheduler_deaths: npt.NDArray[np.int32]
     gpu_deaths: npt.NDArray[np.int32]
+    scheduler_in_a_row: npt.NDArray[np.int32]
+    scheduler_streak: npt.NDArray[np.int64]
+    gpu_in_a_row: npt.NDArray[np.int32]
+    gpu_streak: npt.NDArray[np.int64]
     admitted: npt.NDArray[np.int64]
     begun: npt.NDArray[np.int64]
     done: npt.NDArray[np.int64]
@@ -111,6 +122,8 @@ class Ledger:
     text_stop: npt.NDArray[np.int64]
     in_hand: npt.NDArray[np.int64]
     text_deaths: npt.NDArray[np.int32]
+    text_in_a_row: npt.NDArray[np.int32]
+    text_streak: npt.NDArray[np.int64]
     text_deaths_of: npt.NDArray[np.int64]
     tokens: npt.NDArray[np.int32]
 

@@ -44,6 +44,10 @@ BODY_BYTES_MAX = 4 * 1024 * 1024
 # Waiting
 WAIT_MS_MAX = 50  # a waiter looks again at least this often, whatever happens to its doorbell
 
+# Deaths
+STABLE_SECONDS = 1.0  # a stage that has served for so long begins a new streak of deaths
+DEATHS_IN_A_ROW = 5  # of one stage, in one streak, with the same request in hand: it is suspect whatever it got done
+
 # Control segment
 FAILURE_BYTES_MAX = 2048
 

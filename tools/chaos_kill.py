@@ -24,7 +24,7 @@ TOGETHER = "+"  # between stages that are killed together, or one while the othe
 APART_S = 0.5  # at most, between two that are killed together; half of them in the same breath
 KILLS_A_PHASE = 100  # of all cells in turn: many are better than few for what repeats, few for what is left behind
 # A stage that dies so often in a row, having served for less than so long each time, is given that long once.
-IN_A_ROW_MAX, STABLE_S = 5, 1.2
+IN_A_ROW_MAX, STABLE_S = 4, 1.2
 LOOK_S = 0.001  # between two looks at a process that is about to be collected
 
 

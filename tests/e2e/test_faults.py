@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 import time
 from collections.abc import Iterator
@@ -12,6 +13,7 @@ from typing import Any
 import pytest
 
 from shm.faults import NAMES, VARIABLE
+from shm.limits import DEATHS_IN_A_ROW
 from tests.e2e.live_server import descendants, live_server, spawn, wait_ready
 from tests.e2e.stories import STAGES, STREAMS, Story, Telling, ask, body, health, wait_for, wait_whole
 from tests.model_factory import TinyLlama
@@ -25,8 +27,8 @@ TEXT = "a question"
 IDS = [3 + byte for byte in TEXT.encode()]  # id 3 is byte 0
 
 
-def options(path: Path) -> list[str]:
-    return [str(path), "--served-model-name", MODEL, "--max-len", "512"]
+def options(path: Path, max_len: int = 512) -> list[str]:
+    return [str(path), "--served-model-name", MODEL, "--max-len", str(max_len)]
 
 
 def requests() -> list[dict[str, Any]]:
@@ -35,7 +37,7 @@ def requests() -> list[dict[str, Any]]:
 
 @pytest.fixture(scope="module")
 def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return TinyLlama(seed=1).write_hf(tmp_path_factory.mktemp("tiny") / "model")
+    return TinyLlama(seed=1, context=4096).write_hf(tmp_path_factory.mktemp("tiny") / "model")
 
 
 @pytest.fixture(scope="module")
@@ -147,6 +149,33 @@ def test_the_request_that_kills_a_stage_is_given_up_and_the_others_go_on(
             assert restarts - before <= 3
             before = restarts
             time.sleep(STABLE_SECONDS if stream else 0)
+        assert Telling(server, everything).end() == wanted
+
+
+# As above, but each process gets on a little first: far enough for one death to be forgiven at the next.
+LATE_KILLERS = {
+    "tokenizer": ("tokenizer.planes_written", 1),
+    "scheduler": ("scheduler.tokens_stored", 5),
+    "gpu": ("gpu.step_launched", 5),
+    "detokenizer": ("detokenizer.row_in_hand", 3),
+}
+
+
+@pytest.mark.parametrize("stage", STAGES)
+def test_the_request_that_gets_on_between_deaths_is_given_up_too(
+    path: Path, asked: tuple[list[dict[str, Any]], list[Story]], stage: str
+) -> None:
+    everything, wanted = asked
+    name, times = LATE_KILLERS[stage]
+    with live_server(*options(path, 4096), env={VARIABLE: f"{name}=crash@{times}#*?{BAD_SEED}"}) as server:
+        bad = {**everything[0], "seed": BAD_SEED, "max_tokens": 4000}
+        *found, given_up = Telling(server, [*everything[1:], bad]).end()
+        assert found == wanted[1:]
+        deaths = 2 if stage == "tokenizer" else DEATHS_IN_A_ROW + (stage != "detokenizer")
+        said = re.search(rf"the {stage} process died (\d+) times", given_up.end)
+        assert given_up.end.startswith(("500: ", "event: ")) and said, given_up
+        restarts = wait_whole(server)[stage]["restarts"]
+        assert deaths <= int(said[1]) == restarts <= deaths + 1, given_up
         assert Telling(server, everything).end() == wanted
 
 

@@ -338,7 +338,7 @@ class TextServer:
     def _start_detokenizer(self, seat: Any) -> None:
         sender: Any = self.wires["frontend"].sender(seat.life)
         ring = seat.ring_consumer("progress")
-        said = seat.stats_writer(), seat.trace()
+        said = seat.stats_writer(), seat.trace(), 0
         self._seat, self._sender = seat, sender
         self.detokenizer = Detokenizer(seat.ledger, ring, sender, Bell(), self._kit.table, *said)
 

@@ -89,6 +89,8 @@ class SimulatedServer:
         self.device = SimulatedDevice(config, self.ledger, salt)
         self.tables = BatchTables.private(config.entries, config.pages_per_row)
         self.memory = 1  # of the device, see `Control.memory`
+        self.streak = 0  # of either's deaths, see `Control.streak`
+        self.in_a_row = False  # whether all of them are, or none
         self.start_scheduler()
         self.turn = 0
         self.step = 0
@@ -117,9 +119,10 @@ class SimulatedServer:
         while self.stale and self.lazy[self.step % len(self.lazy)] == "0":
             self._run_stale()
         self.results.clear()  # of the earlier scheduler's steps: dropped by their numbers
+        self.streak += not self.in_a_row
         self.start_scheduler()
         self._audit()  # what was adopted holds what it should, before anything else happens
-        recover(self.rows, at_work)
+        recover(self.rows, self.streak, at_work)
         self._read_progress()
 
     def total(self, name: str) -> Any:

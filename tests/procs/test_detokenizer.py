@@ -72,6 +72,7 @@ class Stage:
         self.table = TextTable(self.tokenizer, self.rig.config.model.vocab_size, EOS_TOKEN_IDS)
         self.bell = Bell()
         self.frontend = Frontend()
+        self.streak = 0  # of its deaths
         self.restart()
 
     def restart(self) -> None:
@@ -84,6 +85,7 @@ class Stage:
             self.table,
             self.child.stats_writer(),
             self.child.trace(),
+            self.streak,
         )
 
     def start(

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import random
+from collections import Counter
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from procs.child_specs import ChildSpec
 from procs.sched_recovery import recover
 from procs.sched_steps import Flight, Steps
+from shm.config import ServerConfig
 from shm.ledger import FINISH_ERROR, FINISH_NONE
-from shm.limits import STEPS_IN_FLIGHT
+from shm.limits import DEATHS_IN_A_ROW, STABLE_SECONDS, STEPS_IN_FLIGHT
 from shm.records import StepView
 from tests.procs.simulated_device import SimulatedDevice, tiny_config
 from tests.procs.simulated_server import Request, SimulatedServer
@@ -44,6 +47,7 @@ class MortalServer(SimulatedServer):
 
     def kill_gpu(self) -> None:
         self.deaths += 1
+        self.streak += not self.in_a_row
         self.epoch += 1
         before = self.device
         self.device = SimulatedDevice(self.config, self.ledger, self.salt)
@@ -89,7 +93,7 @@ class MortalServer(SimulatedServer):
     def _meet(self) -> None:
         if self.known_epoch != self.epoch:
             self.known_epoch = self.epoch
-            self.steps.lose_device(self.memory)
+            self.steps.lose_device(self.memory, self.streak)
 
     def _plan(self) -> bool:
         self.stamps[self.step + 1] = self.known_epoch
@@ -217,6 +221,117 @@ def test_who_kills_the_scheduler_is_found(lazy: str, monkeypatch: pytest.MonkeyP
     assert killer.finish == FINISH_ERROR and deaths == 3
 
 
+def ample() -> ServerConfig:
+    """Room for eight rows, which are all back in the batch one step after a death."""
+    return tiny_config(max_len=128, kv_tokens=2048, max_running=8, prefill_chunk=1024)
+
+
+class GetsOn(MortalServer):
+    """Its gpu process dies of a poison in every eighth step that has it, all times in a row."""
+
+    def __init__(self, requests: list[Request], poison: tuple[int, ...]) -> None:
+        super().__init__(ample(), requests, "1", poison)
+        self.in_a_row = True
+        self.seen = Counter[int]()
+
+    def kill_gpu(self) -> None:
+        self.seen.clear()
+        super().kill_gpu()
+
+    def _has(self, flight: Flight, view: StepView, request: Request) -> bool:
+        self.seen[request.row] += super()._has(flight, view, request)
+        return self.seen[request.row] == 8
+
+
+def eight() -> list[Request]:
+    return [Request([i % 3], 80, seed=i) for i in range(8)]
+
+
+@pytest.mark.parametrize("poison", [(0,), (5,)])
+def test_who_gets_on_between_deaths_in_a_row_is_found_too_and_nobody_else(poison: tuple[int, ...]) -> None:
+    server = GetsOn(eight(), poison).run()
+    assert server.total("poison_total") == 1 and server.poison[0].count > 0
+    assert server.deaths == DEATHS_IN_A_ROW + 1, "some in company, and one alone"
+    assert server.ledger.gpu_in_a_row[server.poison[0].row] == server.deaths
+
+
+def test_two_that_get_on_are_found_before_the_deaths_are_too_many() -> None:
+    server = GetsOn(eight(), (2, 5)).run()
+    assert server.total("poison_total") == 2
+    assert server.deaths <= ChildSpec.deaths_in_a_row_max
+
+
+def test_alone_it_is_given_up_no_sooner() -> None:
+    server = GetsOn([Request([1], 80)], (0,)).run()
+    assert server.deaths == DEATHS_IN_A_ROW + 1
+
+
+def test_deaths_that_are_not_in_a_row_are_forgiven() -> None:
+    server = MortalServer(ample(), eight(), "1")
+    while any(request.finish == FINISH_NONE for request in server.requests):
+        server.one_turn()
+        if server.turn % 12 == 0:
+            server.kill_gpu()
+    assert server.deaths > DEATHS_IN_A_ROW and server.total("poison_total") == 0
+
+
+def killed_in_a_row(server: MortalServer, deaths: int) -> None:
+    """The gpu process, while everybody is in the running step, and everybody has got on since the last time."""
+    for _ in range(deaths):
+        for _ in range(12):
+            server.one_turn()
+        server.kill_gpu()
+    server.one_turn()
+
+
+def test_a_suspect_is_one_until_the_stage_has_served_for_long_enough_with_it_alone() -> None:
+    now_s = 5.0
+    server = MortalServer(tiny_config(max_len=512, kv_tokens=2048), [Request([1], 300), Request([2], 300)], "1")
+    server.in_a_row = True
+    server.rows.quarantine._clock_s = lambda: now_s
+    killed_in_a_row(server, DEATHS_IN_A_ROW - 1)
+    assert not server.rows.quarantine.suspects
+    killed_in_a_row(server, 1)
+    assert server.rows.quarantine.suspects == {request.row for request in server.requests}
+    for _ in range(20):
+        server.one_turn()
+        assert server.rows.state.running == 1
+    server.restart_scheduler()
+    assert len(server.rows.quarantine.suspects) == 2, "the next scheduler knows"
+    server.rows.quarantine._clock_s = lambda: now_s
+    for left in (1, 0):
+        for _ in range(6):
+            server.one_turn()
+        assert server.rows.state.running == 1
+        now_s += STABLE_SECONDS
+        while len(server.rows.quarantine.suspects) > left:
+            server.one_turn()
+    server.one_turn()
+    assert server.rows.state.running == 2 and not server.ledger.gpu_in_a_row.any()
+    server.run()
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_a_scheduler_s_deaths_in_a_row(alone: bool) -> None:
+    """It dies again and again while the one request is there; which of two it is shows once they are apart."""
+    server = MortalServer(
+        tiny_config(max_len=64, kv_tokens=256), [Request([1], 50), Request([2], 50)][: 2 - alone], "1"
+    )
+    server.in_a_row = True
+    server.poison = server.requests[:1]
+    server._has = lambda *_: False  # type: ignore[method-assign]
+    deaths = 0
+    while server.poison[0].finish == FINISH_NONE:
+        assert server.turn < 1000
+        for _ in range(8):
+            server.one_turn()
+        if server.by_row.get(server.poison[0].row) is server.poison[0]:
+            deaths += 1
+            server.restart_scheduler()
+    assert deaths == DEATHS_IN_A_ROW + 1 and server.total("poison_total") == 1
+    server.run()
+
+
 def test_a_scheduler_that_waits_for_the_device_dies_of_nobody() -> None:
     """The gpu process may be away for seconds: schedulers that die meanwhile say nothing about the only request."""
     server = MortalServer(tiny_config(), [Request([1] * 9, 7)], "1")
@@ -226,7 +341,7 @@ def test_a_scheduler_that_waits_for_the_device_dies_of_nobody() -> None:
             SimulatedServer._run_step(server, check=False)
         server.results.clear()
         server.start_scheduler()
-        recover(server.rows, at_work=False)
+        recover(server.rows, server.streak, at_work=False)
         server._read_progress()
         server.one_turn()
     server.run()

@@ -160,7 +160,7 @@ def test_a_new_gpu_process_has_the_cached_pages_or_not(
     adopt(rows, MEMORY)
     rows.enqueue(0, 1)
     assert rows.admit(99)
-    rows.forget_device(np.array([1]), memory)
+    rows.forget_device(np.array([1]), memory, 1)
     assert list(rows.waiting) == [0] and tables.memory == memory
     assert found(rows, 0) == ([5, 6, 7] if memory == MEMORY else [])
     check_conservation(rows)

@@ -241,7 +241,7 @@ def test_rows_come_back_oldest_first_and_only_live_ones(ledger: Ledger) -> None:
     ledger.done[3] = 1
     ledger.ready[4] = 0  # the tokenizer is still at it
     rows = fresh(ledger)
-    assert recover(rows) == 3
+    assert recover(rows, 0) == 3
     assert list(rows.waiting) == [1, 2, 0]
     rows.enqueue(1, 1)  # the intake record of before comes again
     rows.enqueue(3, 1)
@@ -265,7 +265,7 @@ def test_a_row_ends_as_its_newest_token_says(ledger: Ledger, outputs: list[int],
     ledger.count[0] = len(outputs)
     ledger.finish[0] = stored
     rows = fresh(ledger)
-    recover(rows)
+    recover(rows, 0)
     assert ledger.finish[0] == due
     assert (ledger.done[0] == 1) == (due != FINISH_NONE) == (not rows.waiting)
     reports = np.concatenate(rows.outbox, axis=1).T.tolist() if rows.outbox else []

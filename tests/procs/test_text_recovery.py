@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from procs import detokenizer as module
 from procs.detokenizer import agree_on_text, open_row
 from shm.ledger import FINISH_LENGTH, FINISH_NAMES, FINISH_NONE, FINISH_STOP
+from shm.limits import DEATHS_IN_A_ROW
 from tests.model_factory import TinyLlama
 from tests.procs.test_detokenizer import Stage, ids
 from tests.procs.test_tokenizer import Stage as TokenizerStage
@@ -149,12 +150,39 @@ def test_a_row_that_gets_on_is_forgiven(stage: Stage, monkeypatch: pytest.Monkey
     gen = begin(stage, 0)
     stage.advance(0, gen, ids("abc"))
     dies_of.stage = stage  # type: ignore[attr-defined]
-    for _ in range(5):
+    for _ in range(2 * DEATHS_IN_A_ROW):
+        stage.streak += 1  # it served for long enough between any two
         with monkeypatch.context() as patch:
             patch.setattr(module, "fault", dies_of(0))
             with pytest.raises(Died):
                 said(stage)
         assert said(stage) == [[0, gen, 0, 3, "abc", None, False]]
+
+
+def test_a_row_that_gets_on_between_deaths_in_a_row_is_given_up(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+    bad, good = begin(stage, 0), begin(stage, 1)
+    stage.advance(0, bad, ids("abc"))
+    stage.advance(1, good, ids("xyz"))
+    dies_of.stage = stage  # type: ignore[attr-defined]
+    for _ in range(DEATHS_IN_A_ROW):
+        assert said(stage) == [[0, bad, 0, 3, "abc", None, False], [1, good, 0, 3, "xyz", None, False]]
+        with monkeypatch.context() as patch:
+            patch.setattr(module, "fault", dies_of(0))
+            with pytest.raises(Died):
+                said(stage)
+    for _ in range(2):
+        assert said(stage) == [[0, bad, 0, 0, "", "error", False], [1, good, 0, 3, "xyz", None, False]]
+        stage.streak += 1  # once is for good
+    assert stage.ledger.text_in_a_row[0] == DEATHS_IN_A_ROW and stage.ledger.text_in_a_row[1] == 0
+    stage.ledger.freed[0] = bad
+    again = begin(stage, 0)
+    stage.advance(0, again, ids("ok"))
+    with monkeypatch.context() as patch:
+        patch.setattr(module, "fault", dies_of(0))
+        with pytest.raises(Died):
+            said(stage)
+    assert said(stage)[0] == [0, again, 0, 2, "ok", None, False]
+    assert stage.ledger.text_in_a_row[0] == 1, "another request"
 
 
 @settings(max_examples=30, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
