@@ -100,6 +100,10 @@ class Meter:
         """So many messages to the tokenizer were told once more."""
         self._stats.add("resent_total", messages)
 
+    def gave_up(self) -> None:
+        """A message that tokenizers die of."""
+        self._stats.add("poison_total")
+
     def first_token(self, seconds: float) -> None:
         self._stats.observe("ttft_s", seconds)
 

@@ -107,6 +107,7 @@ class TokenizerLine:
             one.deaths += 1
             self._suspects += one.deaths == DEATHS_MAX
         if len(left) == 1 and left[0][1].suspect and left[0][1].give_up(left[0][1].deaths):
+            self._meter.gave_up()
             self.answered(left[0][0])
 
     def _go_on(self) -> None:

@@ -33,17 +33,23 @@ LATE_SECONDS = 5.0  # whoever is not back by then gets a line before
 class Deaths:
     """One stage's deaths, and whether it may be started again.
 
-    In a row are those between which it never served for as long as its spec asks for.
+    In a row are those between which it never served for as long as its spec asks for, and no request was given up: what
+    those before it died of is gone then, and a client that tries the same again must not end the server.
     """
 
     spec: ChildSpec
     in_a_row: int = 0
     _minute_s: deque[float] = field(default_factory=deque)  # when those of the last minute were
+    _given_up: int = 0
 
-    def died(self, now_s: float, served_s: float) -> float | None:
-        """Count a death; returns the seconds to wait before the next start, or None when it was one too many."""
+    def died(self, now_s: float, served_s: float, given_up: int = 0) -> float | None:
+        """Count a death; returns the seconds to wait before the next start, or None when it was one too many.
+        given_up: requests that were, so far, because stages die of them.
+        """
         spec = self.spec
-        self.in_a_row = 1 if served_s >= spec.stable_seconds else self.in_a_row + 1
+        begins = served_s >= spec.stable_seconds or given_up > self._given_up
+        self._given_up = given_up
+        self.in_a_row = 1 if begins else self.in_a_row + 1
         self._minute_s.append(now_s)
         while self._minute_s[0] < now_s - 60:
             self._minute_s.popleft()

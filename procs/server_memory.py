@@ -102,6 +102,11 @@ class ServerMemory:
         frontend = self.stats.read_stage("frontend")
         return max(int(frontend[name]) for name in ("open_rows", "open_streams"))  # type: ignore[arg-type]
 
+    def given_up(self) -> int:
+        """Requests that were given up because stages die of them, so far."""
+        stages = ("frontend", "scheduler", "detokenizer")
+        return sum(int(self.stats.read_stage(stage)["poison_total"]) for stage in stages)  # type: ignore[arg-type, misc]
+
     def kick_all(self) -> None:
         """Wake every stage, so that it looks at the state of the server."""
         for stage, fd in self.doorbell_fds.items():

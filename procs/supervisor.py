@@ -220,7 +220,7 @@ class Supervisor:
     def _try_later(self, stage: str, reason: str, served_s: float = 0.0) -> None:
         """Have a stage started again when it is due. Raises StageFailed where it has been tried too often."""
         deaths, now_s = self._deaths[stage], time.monotonic()
-        delay_s = deaths.died(now_s, served_s)
+        delay_s = deaths.died(now_s, served_s, self._memory.given_up())
         if deaths.in_a_row == 1:
             self._memory.control.set_streak(stage, self._memory.control.deaths(stage))
         if delay_s is None:

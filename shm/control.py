@@ -110,7 +110,8 @@ class Control:
 
     def streak(self, stage: str) -> int:
         """The number of the death that began the stage's latest streak: deaths in a row, between which it never served
-        for STABLE_SECONDS. Stored before the epoch that follows a death; 0 = it has not died.
+        for STABLE_SECONDS and no request was given up. Stored before the epoch that follows a death; 0 = it has not
+        died.
         """
         return self.words[_word(stage, _STREAK)]
 

@@ -45,6 +45,7 @@ TABLE: dict[str, Names] = {
             "errors_total",
             "adopted_total",
             "resent_total",
+            "poison_total",
             "prompt_tokens_total",
             "completion_tokens_total",
         ),

@@ -98,7 +98,7 @@ def test_the_only_one_at_two_deaths_is_given_up_while_nobody_lives() -> None:
         assert wire.given_up == []
         wire.serve()
         wire.start()
-    assert wire.given_up == [7]
+    assert wire.given_up == [7] and wire.stats.read_stage("frontend")["poison_total"] == 1
     wire.ask(8)
     wire.serve()
     assert wire.take() == [8]

@@ -44,6 +44,15 @@ def test_who_has_served_begins_a_new_row_but_not_for_ever() -> None:
     assert waits.index(None) == SPEC.deaths_a_minute_max
 
 
+def test_a_request_that_was_given_up_explains_the_deaths_before_it_but_not_for_ever() -> None:
+    deaths = Deaths(SPEC)
+    rows = [(deaths.died(at * 0.1, 0.0, given_up=at // 4), deaths.in_a_row)[1] for at in range(12)]
+    assert rows == [1, 2, 3, 4] * 3
+    deaths = Deaths(SPEC)
+    waits = [deaths.died(at * 0.1, 0.0, given_up=at) for at in range(SPEC.deaths_a_minute_max + 1)]
+    assert waits.index(None) == SPEC.deaths_a_minute_max
+
+
 class Patient:
     """A pulse that is felt at every look, with what the test says of the process."""
 
