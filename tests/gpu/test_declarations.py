@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 
 from gpu.device.buffers import ArrayBuffer
-from gpu.device.host import HostDevice
+from gpu.device.host import HostCompletion, HostDevice
 from gpu.device.protocol import Regions
 from tests.gpu.paged_mill import Bench, reference, small_config
 
@@ -50,7 +50,14 @@ class AuditDevice(HostDevice):
 
         super().launch(stream, audited, reads=reads, writes=writes, name=name)
 
-    call = HostDevice.call  # what the host does with a result is not the device's
+    def call(self, stream: Any, fn: Callable[[], None], **declared: Any) -> HostCompletion:
+        """What the host does with a result is not the device's: it only waits its turn."""
+
+        def alone() -> None:
+            with self.one_at_a_time:
+                fn()
+
+        return super().call(stream, alone, **declared)
 
     def _audit(self, name: str, fn: Callable[[], None], reads: Regions, writes: Regions) -> None:
         memory = [bytes_of(b) for b in self.buffers]

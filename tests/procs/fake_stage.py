@@ -22,7 +22,6 @@ def wait_for(c: Child, *states: int) -> None:
 
 
 def serve(c: Child) -> None:
-    c.progress(f"memory of epoch {c.control.memory(c.stage)}")
     while not c.stopping:
         c.beat()
         c.own_doorbell.wait(lambda: c.stopping)
@@ -98,9 +97,11 @@ def main() -> None:
                 threading.Thread(target=time.sleep, args=(600,), daemon=True).start()
             if how == "with a child":
                 subprocess.Popen(["sleep", "60"])
-            if how == "says bad things at the end":
-                sys.exit((c.ready(), serve(c), 5)[-1])
+            if not how.startswith("when ready: "):  # it serves; said before it is ready, so that nobody misses it
+                c.progress(f"memory of epoch {c.control.memory(c.stage)}")
             c.ready()
+            if how == "says bad things at the end":
+                sys.exit((serve(c), 5)[-1])
             if how.startswith("when ready: "):
                 wait_for(c, READY)
                 misbehave(c, how.removeprefix("when ready: "))

@@ -126,7 +126,7 @@ def test_a_scheduler_that_meets_a_gpu_process_knows_its_memory(moments: tuple[in
     memory = Memory(tiny_config(kv_tokens=64, max_len=24))
     seat = seat_of(memory)
     scheduler, known = Scheduler(seat), [1]  # type: ignore[arg-type]
-    scheduler.steps.lose_device = known.append  # type: ignore[method-assign]
+    scheduler.steps.lose_device = lambda epoch, _: known.append(epoch)  # type: ignore[method-assign]
     if is_new:
         memory.seat("gpu", Life())
     control = memory.control
