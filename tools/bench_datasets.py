@@ -18,6 +18,7 @@ from tools.sharegpt_file import entries
 SHAREGPT = Path(__file__).with_name("data") / "sharegpt_prompts.jsonl"
 DATASETS = ("sharegpt", "random", "prefix", "gsm8k")
 LATER_PART = re.compile(r"_[1-9][0-9]*$")  # of a conversation's id: it does not begin with a question
+FEW_SHOT_STOP = "\n\nQuestion:"  # behind a whole answer in the manner of the examples
 Prompt = str | list[int]
 
 
@@ -66,8 +67,13 @@ def gsm8k(path: Path, shots: int) -> list[str]:
     pairs = read_lines(path, ("question", "answer"), "questions and answers")
     if len(pairs) <= shots:
         raise DatasetError(f"{path}: it has {len(pairs)} questions, and {shots} of them are the examples")
-    before = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs[:shots])
-    return [f"{before}Question: {question}\nAnswer:" for question, _ in pairs[shots:]]
+    return few_shot(pairs[:shots], [question for question, _ in pairs[shots:]])
+
+
+def few_shot(examples: Sequence[Sequence[str]], questions: Sequence[str]) -> list[str]:
+    """A prompt for each question, behind the examples with their answers. An answer ends where FEW_SHOT_STOP begins."""
+    before = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in examples)
+    return [f"{before}Question: {question}\nAnswer:" for question in questions]
 
 
 def random_ids(count: int, tokens: int, ids: tuple[int, int], seed: str) -> list[list[int]]:

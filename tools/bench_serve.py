@@ -27,6 +27,7 @@ import uvloop
 from rich.progress import Progress
 
 from tools.bench_datasets import (
+    FEW_SHOT_STOP,
     SHAREGPT,
     DatasetError,
     Prompt,
@@ -169,7 +170,7 @@ def request_body(options: argparse.Namespace, model: str, prompt: Prompt) -> dic
     if not options.natural_ends:
         body["ignore_eos"] = True  # only sent where it matters: OpenAI's own servers refuse it
     elif options.dataset == "gsm8k":
-        body["stop"] = ["\n\nQuestion:"]
+        body["stop"] = [FEW_SHOT_STOP]
     return body
 
 

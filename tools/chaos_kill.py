@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 
+from shm.limits import DEATHS_IN_A_ROW, STABLE_SECONDS
 from tools.chaos_exit import exit_now
 from tools.chaos_processes import STAGES, SUPERVISOR, stages_below, stat_of
 
@@ -24,7 +25,7 @@ TOGETHER = "+"  # between stages that are killed together, or one while the othe
 APART_S = 0.5  # at most, between two that are killed together; half of them in the same breath
 KILLS_A_PHASE = 100  # of all cells in turn: many are better than few for what repeats, few for what is left behind
 # A stage that dies so often in a row, having served for less than so long each time, is given that long once.
-IN_A_ROW_MAX, STABLE_S = 4, 1.2
+IN_A_ROW_MAX, STABLE_S = DEATHS_IN_A_ROW - 1, STABLE_SECONDS + 0.2
 LOOK_S = 0.001  # between two looks at a process that is about to be collected
 
 

@@ -21,6 +21,7 @@ import orjson
 from rich.console import Console
 from rich.progress import Progress
 
+from tools.bench_datasets import FEW_SHOT_STOP, few_shot
 from tools.bench_figures import Counters, read_counters
 from tools.bench_serve import BenchError, Server, get, interrupt_on_sigterm, start, stop
 
@@ -55,10 +56,10 @@ def questions_of(path: Path, shots: int, count: int) -> list[Question]:
         raise BenchError(f"{path}: not a jsonl file of questions and answers ({error})") from error
     if len(pairs) < shots + count:
         raise BenchError(f"{path}: it has {len(pairs)} questions, and {shots} + {count} are wanted")
-    before = "".join(f"Question: {question}\nAnswer: {answer}\n\n" for question, answer in pairs[:shots])
     chosen = pairs[shots : shots + count]
-    stop = ("\n\nQuestion:",)
-    return [Question(f"{before}Question: {q}\nAnswer:", number_of(a.rpartition("####")[2]), stop) for q, a in chosen]
+    prompts = few_shot(pairs[:shots], [question for question, _ in chosen])
+    numbers = [number_of(answer.rpartition("####")[2]) for _, answer in chosen]
+    return [Question(prompt, number, (FEW_SHOT_STOP,)) for prompt, number in zip(prompts, numbers, strict=True)]
 
 
 def known_answers(path: Path) -> list[Question]:

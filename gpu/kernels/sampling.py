@@ -22,6 +22,7 @@ import numpy.typing as npt
 from gpu.kernels.filters import draw_listed, filter_bytes, filter_weights
 from gpu.kernels.native import entry, kernel
 from gpu.kernels.rows import exp8
+from gpu.kernels.splitmix import GOLDEN, mix
 from gpu.kernels.team import Team, aligned, await_phase, finish, take
 from gpu.kernels.vectors import (
     bits_of,
@@ -56,22 +57,12 @@ MINUS_INFINITY = np.float32(-np.inf)
 ROWS, VOCAB, LOGITS, TEMPERATURE, TOP_P, MIN_P, TOP_K, SEED, POSITION, OUT, SCRATCH, SCRATCH_BYTES = range(12)
 BLOCK_WORDS = 12
 
-GOLDEN, MIX_1, MIX_2 = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-
-
-@kernel
-def _mix(z: Any) -> Any:
-    """Finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
-    z = (z ^ (z >> np.uint64(30))) * MIX_1
-    z = (z ^ (z >> np.uint64(27))) * MIX_2
-    return z ^ (z >> np.uint64(31))
-
 
 @kernel
 def uniform(seed: Any, position: Any, draw: Any) -> Any:
     """Number `draw` (uint64) of a token's numbers in [0, 1), 53 bits, for seed and position (uint64)."""
-    key = _mix(_mix(seed + GOLDEN) + position * GOLDEN)
-    return np.float64(_mix(key + draw * GOLDEN) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
+    key = mix(mix(seed + GOLDEN) + position * GOLDEN)
+    return np.float64(mix(key + draw * GOLDEN) >> np.uint64(11)) * (1.0 / 9007199254740992.0)
 
 
 @kernel

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from gpu.device.protocol import DeviceError
 from gpu.kernels.clock import TIMESPEC_BYTES, now_ns, wait_until
 from gpu.kernels.native import host_kernel, kernel
+from gpu.kernels.splitmix import GOLDEN, mix
 from gpu.kernels.step_kernels import Extents
 from gpu.models.caches import Caches, OwnCaches
 from shm.clocked_file import ClockedFile, open_clock, times_ns
@@ -25,24 +26,14 @@ from shm.config import ServerConfig
 
 Words = NDArray[np.uint64]
 
-MIX_1, MIX_2 = np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
-STEP = np.uint64(0x9E3779B97F4A7C15)
 FIRST_TOKEN, TOKENS = 32, np.uint64(95)  # answers are of printable ASCII
 SHARES = np.uint64(1 << 20)  # in which the probability of a draft is told
 
 
 @kernel
-def _mix(z: Any) -> Any:
-    """Finaliser of SplitMix64 (Steele, Lea, Flood: Fast splittable pseudorandom number generators)."""
-    z = (z ^ (z >> np.uint64(30))) * MIX_1
-    z = (z ^ (z >> np.uint64(27))) * MIX_2
-    return z ^ (z >> np.uint64(31))
-
-
-@kernel
 def next_word(before: Any, token: Any, position: Any) -> Any:
     """The word of `token` at `position` (int) behind the word `before`."""
-    return _mix(before + np.uint64(token) * STEP + np.uint64(position) + np.uint64(1))
+    return mix(before + np.uint64(token) * GOLDEN + np.uint64(position) + np.uint64(1))
 
 
 @kernel
@@ -104,7 +95,7 @@ def run_draft(
         for w in range(window - 1):
             state = next_word(state, tokens[first + w], positions[first] + w)
             token = token_behind(state)
-            if _mix(state ^ STEP) % SHARES >= share:
+            if mix(state ^ GOLDEN) % SHARES >= share:
                 token = FIRST_TOKEN + (token - FIRST_TOKEN + 1) % np.int64(TOKENS)
             tokens[first + w + 1] = token
     wait_until(end_ns, work, work + TIMESPEC_BYTES)
