@@ -42,7 +42,7 @@ lint: $(STAMP_TEST)
 test: lint
 	$(BIN)/python -m pytest --ignore=tests/e2e --ignore=tests/interpret -n 2 --dist loadfile $(ARGS)
 	TRITON_INTERPRET=1 $(BIN)/python -m pytest tests/interpret -n 2 --dist loadfile $(ARGS)
-	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+	$(BIN)/python -m pytest tests/e2e -n 2 --dist loadfile $(ARGS)
 
 check-cuda: $(STAMP_TEST)
 	$(BIN)/python -m tools.check_cuda
