@@ -109,6 +109,10 @@ class LiveFrontend:
         """Returns once exactly `rows` rows are open."""
         self.wait(lambda: self.figures()["open_rows"] == rows, seconds)
 
+    def wait_streamed(self, rows: int) -> None:
+        """Returns once at least `rows` rows have text that the process has taken."""
+        self.wait(lambda: int((self.ledger.delivered > 0).sum()) >= rows)
+
     def wait(self, true: Any, seconds: float = 5.0) -> None:
         end = time.monotonic() + seconds
         while not true():

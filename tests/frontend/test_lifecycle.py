@@ -212,8 +212,7 @@ def test_failure_reaches_every_client_and_ends_the_process() -> None:
         streams = [Call(live, text("/slow", max_tokens=1000, stream=True)) for _ in range(3)]
         others = [Call(live, text("/slow", max_tokens=1000)), Call(live, text("/hang", stream=True))]
         live.wait_rows(5)
-        # All three have begun to be streamed, and so has the whole one: a stream that has not would be a 500.
-        live.wait(lambda: int((live.ledger.delivered > 0).sum()) >= 4)
+        live.wait_streamed(4)  # the three streams and the whole one: a stream that has not begun would be a plain 500
         with socket.create_connection(("127.0.0.1", int(live.url.rsplit(":", 1)[1]))):  # an idle one is in nobody's way
             started = time.monotonic()
             live.fail("the gpu process was killed")
@@ -245,7 +244,7 @@ def test_failure_does_not_wait_for_a_client_that_does_not_read() -> None:
 def test_a_wrong_message_ends_the_process_with_its_reason() -> None:
     with live_frontend() as live:
         call = Call(live, text("/slow", max_tokens=1000, stream=True))
-        live.wait_rows(1)
+        live.wait_streamed(1)  # one that has not begun would be a plain 500
         answer = live.post("/v1/completions", text("/crash"))
         assert answer.status_code == 500 and answer.json()["error"]["code"] == "failed"
         assert parse_stream(call.result().content).error is not None
