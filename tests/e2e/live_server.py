@@ -23,6 +23,7 @@ import httpx
 
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS_MAX = 240.0
+ALONE = ("--no-standby",)  # where nobody dies, a start costs little more than half as much
 
 
 def free_port() -> int:
@@ -117,11 +118,26 @@ class LiveServer:
 def spawn(
     *args: str, env: dict[str, str] | None = None, stderr: int = subprocess.STDOUT, redirect: str = ""
 ) -> LiveServer:
-    """Start a server whose stdout is its log; redirect: what a shell is told of its descriptors, such as `2>&-`."""
+    """Start a server whose stdout is its log; redirect: what a shell is told of its descriptors, such as `2>&-`.
+
+    With one thread for the host's kernels unless `args` say otherwise: other tests run beside this one, and threads
+    that wait for each other on busy processors only lose time.
+    """
     port = free_port()
     log = Path(tempfile.mkstemp(prefix="stepahead-test-", suffix=".log")[1])
     atexit.register(log.unlink, missing_ok=True)
-    command = [sys.executable, "-m", "frontend.cli", "serve", "--check-order", "--port", str(port), *args]
+    command = [
+        sys.executable,
+        "-m",
+        "frontend.cli",
+        "serve",
+        "--check-order",
+        "--threads",
+        "1",
+        "--port",
+        str(port),
+        *args,
+    ]
     if redirect:
         command = ["sh", "-c", f'exec "$@" {redirect}', "sh", *command]
     with log.open("wb") as out:

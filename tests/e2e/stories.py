@@ -84,13 +84,16 @@ class Telling:
     """Requests that are being answered, each in a thread of its own."""
 
     def __init__(self, server: LiveServer, requests: list[dict[str, Any]]) -> None:
+        self._server = server
         self.stories = [Story() for _ in requests]
         self._pool = ThreadPoolExecutor(len(requests))
         self._told = [self._pool.submit(tell, server, *pair) for pair in zip(requests, self.stories, strict=True)]
 
     def wait_tokens(self, tokens: int) -> None:
-        """Returns once somebody has so many tokens."""
+        """Returns once somebody has so many tokens and everybody has been let in."""
         wait_for(lambda: any(len(story.ids) >= tokens for story in self.stories), "tokens")
+        waiting = lambda: sum(not story.end for story in self.stories)  # noqa: E731
+        wait_for(lambda: self._server.metrics()["stepahead_open_rows"] >= waiting(), "rows for all")
 
     def end(self) -> list[Story]:
         stories = [told.result(WAIT_SECONDS) for told in self._told]

@@ -28,7 +28,16 @@ def chaos(model: Path, folder: Path, *arguments: str) -> tuple[int, str, dict[st
     """Run the tool; its status, what it printed, and its report."""
     before = set(descendants(os.getpid()))
     files = ["--json", str(folder / "report.json"), "--picture", str(folder / "picture.svg")]
-    small = ["--streams", "6", "--requests", "15", "--tokens", "24", "--start", "--max-len 256 --check-order"]
+    small = [
+        "--streams",
+        "6",
+        "--requests",
+        "15",
+        "--tokens",
+        "24",
+        "--start",
+        "--max-len 256 --check-order --threads 1",
+    ]
     done = subprocess.run(
         [sys.executable, "-m", "frontend.cli", "chaos", "--model", str(model), *small, *files, *arguments],
         cwd=ROOT,
@@ -81,6 +90,6 @@ def test_every_stage_is_killed_in_every_way_and_nobody_notices(model: Path, tmp_
 )
 def test_a_rule_that_is_broken_is_found_out(model: Path, tmp_path: Path, rule: str, stage: str, kinds: str) -> None:
     """Or else a run that finds nothing would prove nothing."""
-    ways = ("--kills", "4", "--stage", stage, "--signal", "KILL", "--apart", "0.2,0.6", "--bound", "15")
+    ways = ("--kills", "4", "--stage", stage, "--signal", "KILL", "--apart", "0.2,0.6", "--bound", "5")
     status, said, _ = chaos(model, tmp_path, *ways, "--plant", rule, "--expect", kinds)
     assert status == 0, said

@@ -12,7 +12,7 @@ import httpx
 import pytest
 
 from procs.drafter_files import SHIPPED
-from tests.e2e.live_server import LiveServer, complete, ids_of, live_server, spawn, sse_events
+from tests.e2e.live_server import ALONE, LiveServer, complete, ids_of, live_server, spawn, sse_events
 from tests.model_factory import TinyLlama
 
 pytestmark = pytest.mark.model
@@ -33,6 +33,7 @@ def server() -> Iterator[LiveServer]:
         "512",
         "--log-seconds",
         "0.5",
+        *ALONE,
     ) as s:
         yield s
 

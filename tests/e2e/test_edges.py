@@ -12,7 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.live_server import LiveServer, complete, live_server, sse_events
+from tests.e2e.live_server import ALONE, LiveServer, complete, live_server, sse_events
 
 pytestmark = pytest.mark.model
 MODEL = "smollm2-135m-instruct"
@@ -21,7 +21,7 @@ MAX_LEN = 256
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with live_server("--max-len", str(MAX_LEN), "--max-running", "64") as s:
+    with live_server("--max-len", str(MAX_LEN), "--max-running", "64", *ALONE) as s:
         yield s
 
 
@@ -120,7 +120,7 @@ def test_six_hundred_at_once(server: LiveServer) -> None:
 
 
 def test_a_full_queue_answers_429_at_once() -> None:
-    with live_server("--max-len", "256", "--max-running", "2", "--max-queued", "2") as small:
+    with live_server("--max-len", "256", "--max-running", "2", "--max-queued", "2", *ALONE) as small:
 
         async def run() -> list[httpx.Response]:
             async with httpx.AsyncClient(base_url=small.url, timeout=60) as client:

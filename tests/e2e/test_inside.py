@@ -18,7 +18,7 @@ from shm.records import STEP_DECODE, StepLayout, ring_specs
 from shm.ring import Ring
 from shm.segment import Segment
 from shm.trace import Trace
-from tests.e2e.live_server import LiveServer, complete, live_server
+from tests.e2e.live_server import ALONE, LiveServer, complete, live_server
 
 pytestmark = pytest.mark.model
 ENTRIES = 8
@@ -26,7 +26,7 @@ ENTRIES = 8
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with live_server("--max-len", "512", "--max-running", str(ENTRIES), "--prefill-chunk", "64") as s:
+    with live_server("--max-len", "512", "--max-running", str(ENTRIES), "--prefill-chunk", "64", *ALONE) as s:
         yield s
 
 

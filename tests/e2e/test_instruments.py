@@ -22,7 +22,7 @@ from tools.clocked_model import answer, constant, write
 from tools.step_figures import starved_ns
 
 pytestmark = pytest.mark.model
-SMALL = "--start=--check-order --no-standby"  # of servers
+SMALL = "--start=--check-order --no-standby --threads 1"  # of servers
 
 
 def command(*arguments: str) -> list[str]:

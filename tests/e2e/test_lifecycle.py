@@ -18,6 +18,7 @@ import httpx
 import pytest
 
 from tests.e2e.live_server import (
+    ALONE,
     ROOT,
     LiveServer,
     descendants,
@@ -140,7 +141,7 @@ def test_six_processes_with_their_titles() -> None:
 
 
 def test_sigterm_finishes_what_runs() -> None:
-    server = wait_ready(spawn("--max-len", "512"))
+    server = wait_ready(spawn("--max-len", "512", *ALONE))
     pids = descendants(server.process.pid)
     streams = Streams(server, 4, 150)
     streams.wait_running()
@@ -159,7 +160,7 @@ def test_sigterm_finishes_what_runs() -> None:
 
 
 def test_drain_deadline_and_second_sigterm() -> None:
-    server = wait_ready(spawn("--max-len", "4096", "--drain-seconds", "1"))
+    server = wait_ready(spawn("--max-len", "4096", "--drain-seconds", "1", *ALONE))
     pids = descendants(server.process.pid)
     streams = Streams(server, 2, 4000)
     streams.wait_running()
@@ -170,7 +171,7 @@ def test_drain_deadline_and_second_sigterm() -> None:
     for events in streams.events:
         assert events[-1] == "[DONE]" and "error" in events[-2], events[-2:]
     nothing_left(pids, server)
-    server = wait_ready(spawn("--max-len", "4096", "--drain-seconds", "600"))
+    server = wait_ready(spawn("--max-len", "4096", "--drain-seconds", "600", *ALONE))
     pids = descendants(server.process.pid)
     streams = Streams(server, 2, 4000)
     streams.wait_running()

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 import openai
 import pytest
 
-from tests.e2e.live_server import LiveServer, live_server
+from tests.e2e.live_server import ALONE, LiveServer, live_server
 
 pytestmark = pytest.mark.model
 MODEL = "smollm2-135m-instruct"
@@ -16,7 +16,7 @@ KEY = "secret-of-the-test"
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[LiveServer]:
-    with live_server("--max-len", "512", "--api-key", KEY) as s:
+    with live_server("--max-len", "512", "--api-key", KEY, *ALONE) as s:
         yield s
 
 

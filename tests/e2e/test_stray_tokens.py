@@ -9,7 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
-from tests.e2e.live_server import LiveServer, complete, ids_of, live_server, sse_events
+from tests.e2e.live_server import ALONE, LiveServer, complete, ids_of, live_server, sse_events
 from tests.model_factory import TinyLlama, vocabulary
 
 BEYOND = len(vocabulary())  # the id of "<pad>", which the tokenizer has and the model has not
@@ -24,7 +24,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
     content = json.loads(file.read_text())
     content["added_tokens"].append({**content["added_tokens"][0], "id": BEYOND, "content": "<pad>"})
     file.write_text(json.dumps(content))
-    with live_server(str(folder), "--dtype", "float32", "--max-len", "128", "--kv-tokens", "2048") as s:
+    with live_server(str(folder), "--dtype", "float32", "--max-len", "128", "--kv-tokens", "2048", *ALONE) as s:
         yield s
 
 
