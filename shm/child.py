@@ -244,10 +244,11 @@ def boot(argv: Sequence[str] | None = None) -> Child:
     for fd in record.fds:
         os.set_inheritable(fd, False)  # a process that the stage starts gets none of them
     _die_with(record.supervisor_pid)
-    setproctitle.setproctitle(f"stepahead: {record.stage}" + ("" if record.word_fd is None else STANDBY_TITLE))
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = Child(record)
     signal.signal(signal.SIGTERM, child._on_sigterm)
+    # Last: who goes by its title sends it signals.
+    setproctitle.setproctitle(f"stepahead: {record.stage}" + ("" if record.word_fd is None else STANDBY_TITLE))
     return child
 
 

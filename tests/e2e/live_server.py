@@ -21,6 +21,8 @@ from typing import Any
 
 import httpx
 
+from tests import plain_http
+
 ROOT = Path(__file__).resolve().parents[2]
 START_SECONDS_MAX = 240.0
 ALONE = ("--no-standby",)  # where nobody dies, a start costs little more than half as much
@@ -88,7 +90,7 @@ class LiveServer:
     def metrics(self) -> dict[str, float]:
         """Unlabelled samples of /metrics by name."""
         found: dict[str, float] = {}
-        for line in httpx.get(self.url + "/metrics", headers=self.headers, timeout=10).text.splitlines():
+        for line in plain_http.get(self.url + "/metrics", headers=self.headers, timeout=10).text.splitlines():
             if line and not line.startswith("#"):
                 name, value = line.rsplit(" ", 1)
                 found[name] = float(value)
@@ -153,7 +155,7 @@ def wait_ready(server: LiveServer, seconds: float = START_SECONDS_MAX) -> LiveSe
         assert server.process.poll() is None, f"server ended with {server.process.returncode}:\n{server.text()}"
         assert time.monotonic() < end, f"not ready after {seconds} s:\n{server.text()}"
         try:
-            if httpx.get(server.url + "/ready", headers=server.headers, timeout=5).status_code == 200:
+            if plain_http.get(server.url + "/ready", headers=server.headers, timeout=5).status_code == 200:
                 return server
         except httpx.TransportError:
             pass
@@ -179,7 +181,7 @@ def complete(
 
     async def run() -> list[dict[str, Any]]:
         limits = httpx.Limits(max_connections=None)
-        async with httpx.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
+        async with plain_http.AsyncClient(base_url=server.url, timeout=300, limits=limits) as client:
 
             async def one(index: int, body: dict[str, Any]) -> dict[str, Any]:
                 await asyncio.sleep(index * apart_s)

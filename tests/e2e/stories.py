@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import http.client
 import json
 import os
 import signal
 import time
-import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
@@ -16,6 +14,7 @@ from typing import Any
 
 import httpx
 
+from tests import plain_http
 from tests.e2e.live_server import LiveServer, process_titles
 
 STREAMS = 8
@@ -52,14 +51,14 @@ def tell(server: LiveServer, request: dict[str, Any], story: Story | None = None
     story = story or Story()
     try:
         if not request["stream"]:
-            answer = httpx.post(server.url + "/v1/completions", json=request, timeout=WAIT_SECONDS)
+            answer = plain_http.post(server.url + "/v1/completions", json=request, timeout=WAIT_SECONDS)
             if answer.status_code != 200:
                 story.end = f"{answer.status_code}: {answer.json()['error']['message']}"
                 return story
             choice = answer.json()["choices"][0]
             story.text, story.ids, story.end = choice["text"], choice["token_ids"], choice["finish_reason"]
             return story
-        with httpx.stream("POST", server.url + "/v1/completions", json=request, timeout=WAIT_SECONDS) as answer:
+        with plain_http.stream("POST", server.url + "/v1/completions", json=request, timeout=WAIT_SECONDS) as answer:
             if answer.status_code != 200:
                 story.end = f"{answer.status_code}: {json.loads(answer.read())['error']['message']}"
                 return story
@@ -107,7 +106,7 @@ def all_at_once(server: LiveServer, model: str, streams: int = STREAMS, **change
 
 def ask(server: LiveServer, ids: list[int]) -> tuple[int, Any]:
     """Put the question what text `ids` are: status, and the text or the error."""
-    answer = httpx.post(server.url + "/detokenize", json={"tokens": ids}, timeout=WAIT_SECONDS)
+    answer = plain_http.post(server.url + "/detokenize", json={"tokens": ids}, timeout=WAIT_SECONDS)
     told = answer.json()
     return answer.status_code, told["prompt"] if answer.status_code == 200 else told["error"]
 
@@ -157,10 +156,11 @@ def health(server: LiveServer) -> dict[str, Any]:
     """What /health says of every stage."""
     end = time.monotonic() + WAIT_SECONDS
     while True:  # the frontend may die of any request, this one included
-        try:  # without httpx, whose every call costs 20 ms
-            with urllib.request.urlopen(server.url + "/health", timeout=30) as answer:
-                return dict(json.loads(answer.read())["stages"])
-        except (OSError, http.client.HTTPException):
+        try:
+            answer = plain_http.get(server.url + "/health", timeout=30)
+            if answer.status_code == 200:
+                return dict(answer.json()["stages"])
+        except httpx.HTTPError:
             pass
         assert time.monotonic() < end, server.text()
         time.sleep(0.05)

@@ -8,9 +8,9 @@ import socket
 import time
 from collections.abc import Iterator
 
-import httpx
 import pytest
 
+from tests import plain_http
 from tests.e2e.live_server import LiveServer, live_server, spawn, wait_ready
 from tests.e2e.stories import (
     STAGES,
@@ -137,15 +137,15 @@ def test_health_ready_and_metrics_tell_of_a_death(bare: LiveServer) -> None:
     began = time.monotonic()
     wait_for(lambda: health(server)["gpu"]["state"] != "serving", "death in /health")
     print(f"told {time.monotonic() - began:.3f} s after the death")
-    assert httpx.get(server.url + "/ready").json()["status"] == "recovering"
-    metrics = httpx.get(server.url + "/metrics").text
+    assert plain_http.get(server.url + "/ready").json()["status"] == "recovering"
+    metrics = plain_http.get(server.url + "/metrics").text
     assert 'stepahead_stage_up{stage="gpu"} 0.0' in metrics
     told = health(server)["gpu"]
     assert told["epoch"] in (before["epoch"], before["epoch"] + 1) and "SIGKILL" in told["last_reason"]
     after = wait_whole(server)["gpu"]
     assert after["restarts"] == before["restarts"] + 1 and after["epoch"] == before["epoch"] + 1
-    assert httpx.get(server.url + "/ready").json()["status"] == "ready"
-    metrics = httpx.get(server.url + "/metrics").text
+    assert plain_http.get(server.url + "/ready").json()["status"] == "ready"
+    metrics = plain_http.get(server.url + "/metrics").text
     assert f'stepahead_stage_restarts_total{{stage="gpu"}} {after["restarts"]}.0' in metrics
     assert 'stepahead_stage_last_death{reason="killed by SIGKILL' in metrics
 
@@ -226,7 +226,6 @@ def drafting() -> Iterator[LiveServer]:
 
 @pytest.mark.parametrize("stage", ["gpu", "scheduler"])
 def test_drafts_are_as_good_after_a_death(drafting: LiveServer, wanted: list[Story], stage: str) -> None:
-    assert all_at_once(drafting, MODEL).end() == wanted
     telling = all_at_once(drafting, MODEL)
     telling.wait_tokens(3)
     kill(drafting, stage)

@@ -8,10 +8,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-import httpx
 import pytest
 
 from procs.drafter_files import SHIPPED
+from tests import plain_http
 from tests.e2e.live_server import ALONE, LiveServer, complete, ids_of, live_server, spawn, sse_events
 from tests.model_factory import TinyLlama
 
@@ -89,14 +89,14 @@ def test_so_does_the_log(server: LiveServer, whole: dict[str, Any]) -> None:
 
 
 def windows(server: LiveServer) -> list[int]:
-    lines = httpx.get(server.url + "/metrics", timeout=10).text.splitlines()
+    lines = plain_http.get(server.url + "/metrics", timeout=10).text.splitlines()
     return [int(float(line.rsplit(" ", 1)[1])) for line in lines if line.startswith("stepahead_windows_total{")]
 
 
 def test_a_stream_gives_the_same_text_and_never_breaks_off_inside_a_character(
     server: LiveServer, whole: dict[str, Any]
 ) -> None:
-    with httpx.stream("POST", server.url + "/v1/completions", json=body(stream=True), timeout=60) as answer:
+    with plain_http.stream("POST", server.url + "/v1/completions", json=body(stream=True), timeout=60) as answer:
         events = list(sse_events(answer.iter_lines()))
     assert events.pop() == "[DONE]"
     pieces = [event["choices"][0]["text"] for event in events if isinstance(event, dict)]

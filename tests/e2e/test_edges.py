@@ -12,6 +12,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import plain_http
 from tests.e2e.live_server import ALONE, LiveServer, complete, live_server, sse_events
 
 pytestmark = pytest.mark.model
@@ -31,12 +32,12 @@ def pages_come_back(server: LiveServer) -> Iterator[None]:
     metrics = server.wait_idle()
     assert metrics["stepahead_pages_in_rows"] == 0
     assert metrics["stepahead_pages_free"] + metrics["stepahead_pages_cached"] == metrics["stepahead_pages"]
-    assert httpx.get(server.url + "/health").status_code == 200
-    assert httpx.get(server.url + "/ready").status_code == 200
+    assert plain_http.get(server.url + "/health").status_code == 200
+    assert plain_http.get(server.url + "/ready").status_code == 200
 
 
 def post(server: LiveServer, body: Any, path: str = "/v1/completions") -> httpx.Response:
-    return httpx.post(server.url + path, json=body, timeout=60)
+    return plain_http.post(server.url + path, json=body, timeout=60)
 
 
 def body(**more: Any) -> dict[str, Any]:
@@ -97,7 +98,7 @@ def test_bytes_that_are_no_json(server: LiveServer) -> None:
     url = server.url + "/v1/chat/completions"
     lone = b'{"model":"%s","messages":[{"role":"user","content":"\\ud800"}]}' % MODEL.encode()
     for content in (b"", b"{", b"\xff\xfe", b"[" * 100_000, b'{"model": NaN}', lone):
-        answer = httpx.post(url, content=content, headers={"content-type": "application/json"}, timeout=30)
+        answer = plain_http.post(url, content=content, headers={"content-type": "application/json"}, timeout=30)
         assert answer.status_code == 400, (content[:40], answer.text)
         assert answer.json()["error"]["message"]
 
@@ -123,7 +124,7 @@ def test_a_full_queue_answers_429_at_once() -> None:
     with live_server("--max-len", "256", "--max-running", "2", "--max-queued", "2", *ALONE) as small:
 
         async def run() -> list[httpx.Response]:
-            async with httpx.AsyncClient(base_url=small.url, timeout=60) as client:
+            async with plain_http.AsyncClient(base_url=small.url, timeout=60) as client:
                 one = body(max_tokens=100)
                 return list(await asyncio.gather(*(client.post("/v1/completions", json=one) for _ in range(12))))
 
@@ -140,11 +141,11 @@ def seconds_to_abort(server: LiveServer, stream: bool) -> float:
     long = body(max_tokens=MAX_LEN - 3, stream=stream)
     aborted = server.metrics()["stepahead_aborted_requests_total"]
     if stream:
-        with httpx.stream("POST", server.url + "/v1/completions", json=long, timeout=30) as answer:
+        with plain_http.stream("POST", server.url + "/v1/completions", json=long, timeout=30) as answer:
             next(answer.iter_lines())
     else:
         with pytest.raises(httpx.ReadTimeout):
-            httpx.post(server.url + "/v1/completions", json=long, timeout=0.4)
+            plain_http.post(server.url + "/v1/completions", json=long, timeout=0.4)
     begin = time.monotonic()
     while server.metrics()["stepahead_running_requests"] > 0:
         time.sleep(0.02)
@@ -161,7 +162,7 @@ def test_a_client_that_hangs_up_is_aborted_within_a_second(server: LiveServer, s
 
 def check_stream(server: LiveServer, one: dict[str, Any]) -> None:
     whole = post(server, one).json()["choices"][0]
-    with httpx.stream("POST", server.url + "/v1/completions", json={**one, "stream": True}, timeout=60) as answer:
+    with plain_http.stream("POST", server.url + "/v1/completions", json={**one, "stream": True}, timeout=60) as answer:
         events = list(sse_events(answer.iter_lines()))
     assert events[-1] == "[DONE]" and events.count("[DONE]") == 1
     chunks = [e["choices"][0] for e in events[:-1] if isinstance(e, dict)]
@@ -184,7 +185,9 @@ def test_no_part_of_a_stop_string_leaves(server: LiveServer) -> None:
     stopped = post(server, {**one, "stop": ["never there", stop]}).json()
     assert stopped["choices"][0] == {**stopped["choices"][0], "text": want, "finish_reason": "stop"}
     assert stopped["usage"]["completion_tokens"] < 60
-    with httpx.stream("POST", server.url + "/v1/completions", json={**one, "stop": stop, "stream": True}) as answer:
+    with plain_http.stream(
+        "POST", server.url + "/v1/completions", json={**one, "stop": stop, "stream": True}
+    ) as answer:
         events = [e for e in sse_events(answer.iter_lines()) if isinstance(e, dict)]
     assert "".join(e["choices"][0]["text"] for e in events) == want
     assert json.dumps(events).count('"finish_reason": "stop"') == 1

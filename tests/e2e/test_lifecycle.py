@@ -17,6 +17,7 @@ from typing import Any
 import httpx
 import pytest
 
+from tests import plain_http
 from tests.e2e.live_server import (
     ALONE,
     ROOT,
@@ -54,7 +55,7 @@ class Streams:
 
     def read(self, server: LiveServer, i: int, tokens: int) -> None:
         try:
-            with httpx.stream(
+            with plain_http.stream(
                 "POST", server.url + "/v1/completions", json=body(tokens, stream=True), timeout=60
             ) as answer:
                 for event in sse_events(answer.iter_lines()):
@@ -147,9 +148,9 @@ def test_sigterm_finishes_what_runs() -> None:
     streams.wait_running()
     server.process.send_signal(signal.SIGTERM)
     end = time.monotonic() + 2
-    while httpx.get(server.url + "/ready").status_code != 503:
+    while plain_http.get(server.url + "/ready").status_code != 503:
         assert time.monotonic() < end
-    refused = httpx.post(server.url + "/v1/completions", json=body(4))
+    refused = plain_http.post(server.url + "/v1/completions", json=body(4))
     assert refused.status_code == 503 and refused.json()["error"]["message"]
     streams.join()
     assert server.process.wait(20) == 0, server.text()
@@ -199,7 +200,7 @@ def test_deaths_past_the_budget_tell_queued_and_whole_answers_too() -> None:
     streams = Streams(server, 2, 4000)
     streams.wait_running()
     answers: list[httpx.Response] = []
-    ask = lambda: answers.append(httpx.post(server.url + "/v1/completions", json=body(100), timeout=60))  # noqa: E731
+    ask = lambda: answers.append(plain_http.post(server.url + "/v1/completions", json=body(100), timeout=60))  # noqa: E731
     waiting = [threading.Thread(target=ask) for _ in range(3)]
     for thread in waiting:
         thread.start()

@@ -101,8 +101,8 @@ class Asked(NamedTuple):
     ("dtype", "shuffled_with", "tight_with", "asked"),
     [
         ("int8", "mtp", "dflash", Asked(24, None, 12, 4, 96)),
-        ("float32", "ngram", "mtp", Asked(10, 50, 8, 3, 48)),
-        ("bfloat16", "dflash", ITSELF, Asked(10, 50, 8, 3, 48)),
+        ("float32", "ngram", "mtp", Asked(8, 40, 6, 2, 48)),
+        ("bfloat16", "dflash", ITSELF, Asked(8, 40, 6, 2, 48)),
     ],
     ids=["int8", "float32", "bfloat16"],
 )

@@ -6,9 +6,9 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-import httpx
 import pytest
 
+from tests import plain_http
 from tests.e2e.live_server import ALONE, LiveServer, complete, ids_of, live_server, sse_events
 from tests.model_factory import TinyLlama, vocabulary
 
@@ -39,7 +39,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[LiveServer]:
 def test_a_text_with_a_token_that_the_model_lacks(
     server: LiveServer, path: str, body: dict[str, Any], param: str
 ) -> None:
-    answer = httpx.post(server.url + path, json={"model": "tiny", "max_tokens": 2, **body}, timeout=60)
+    answer = plain_http.post(server.url + path, json={"model": "tiny", "max_tokens": 2, **body}, timeout=60)
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
     assert "<pad>" in answer.json()["error"]["message"]
     (good,) = complete(server, [{"model": "tiny", "prompt": "a", "max_tokens": 2, "ignore_eos": True}])
@@ -59,11 +59,13 @@ def test_a_stop_token_is_counted_and_gives_no_text(server: LiveServer) -> None:
     assert cut["choices"][0]["finish_reason"] == "stop"
     assert cut["usage"]["completion_tokens"] == at + 1
     assert cut["choices"][0]["text"] == before["choices"][0]["text"]
-    with httpx.stream("POST", server.url + "/v1/completions", json={**stopping, "stream": True}, timeout=60) as stream:
+    with plain_http.stream(
+        "POST", server.url + "/v1/completions", json={**stopping, "stream": True}, timeout=60
+    ) as stream:
         events = [event for event in sse_events(stream.iter_lines()) if isinstance(event, dict)]
     assert "".join(event["choices"][0]["text"] for event in events if event["choices"]) == before["choices"][0]["text"]
 
 
 def test_the_tokenizer_tells_its_tokens_as_they_are(server: LiveServer) -> None:
-    answer = httpx.post(server.url + "/tokenize", json={"model": "tiny", "prompt": "<pad>"}, timeout=60)
+    answer = plain_http.post(server.url + "/tokenize", json={"model": "tiny", "prompt": "<pad>"}, timeout=60)
     assert answer.json()["tokens"] == [BEYOND]

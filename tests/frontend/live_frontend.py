@@ -25,6 +25,7 @@ from shm.ledger import Ledger
 from shm.segment import Segment
 from shm.stats import Stats
 from shm.trace import Trace
+from tests import plain_http
 from tests.frontend.fake_engine import EOS, FakeEngine
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -63,7 +64,7 @@ class LiveFrontend:
         self.engine = FakeEngine(config, self.ledger, channels["tokenizer"], channels["frontend"])
         listener = socket.create_server(("127.0.0.1", 0))
         self.url = f"http://127.0.0.1:{listener.getsockname()[1]}"
-        self.client = httpx.Client(base_url=self.url, timeout=20)  # making one takes 20 ms
+        self.client = plain_http.Client(base_url=self.url, timeout=20)
         ready_read, ready_write = os.pipe()
         self._doorbell_fds = {stage: Doorbell.create_fd() for stage in STAGES}
         boot = Boot(

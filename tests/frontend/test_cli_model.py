@@ -11,10 +11,10 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import httpx
 import psutil
 import pytest
 
+from tests import plain_http
 from tests.model_factory import TinyLlama
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -85,8 +85,8 @@ def test_serve_says_where_it_is_and_how_to_ask_it(model: Path) -> None:
     assert "curl http://127.0.0.1:" in lines[1] and "secret" not in lines[1]
     found = re.search(r"http://\S+", lines[0])
     assert found is not None
-    assert httpx.get(f"{found[0]}/v1/models").status_code == 401
-    listed = httpx.get(f"{found[0]}/v1/models", headers={"Authorization": "Bearer secret"})
+    assert plain_http.get(f"{found[0]}/v1/models").status_code == 401
+    listed = plain_http.get(f"{found[0]}/v1/models", headers={"Authorization": "Bearer secret"})
     assert listed.json()["data"][0]["id"] == "sea"
     process.send_signal(signal.SIGTERM)
     _, errors = process.communicate(timeout=60)

@@ -16,6 +16,7 @@ import pytest
 from frontend.engine import QUESTION_BYTES_MAX, QUESTIONS_MAX
 from shm.control import DRAINING, READY, STARTING
 from shm.limits import BODY_BYTES_MAX
+from tests import plain_http
 from tests.frontend.live_frontend import LiveFrontend, chat, live_frontend, text
 from tests.frontend.sse import parse_stream
 
@@ -87,7 +88,7 @@ def test_a_client_hangs_up(live: LiveFrontend, stream: bool, body: dict[str, Any
     with pytest.raises(httpx.ReadTimeout):
         live.client.post("/v1/completions", json=body | {"stream": False}, timeout=0.3)
     if stream and "hang" not in body["prompt"]:
-        with httpx.stream("POST", live.url + "/v1/completions", json=body | {"stream": True}) as answer:
+        with plain_http.stream("POST", live.url + "/v1/completions", json=body | {"stream": True}) as answer:
             next(answer.iter_lines())
     live.wait_rows(0, seconds=3.0)
     assert live.engine.aborted > aborted
@@ -191,7 +192,7 @@ def test_sigterm_waits_for_open_rows() -> None:
 
 
 def test_an_idle_process_ends_at_once() -> None:
-    with live_frontend() as live, httpx.Client() as client:
+    with live_frontend() as live, plain_http.Client() as client:
         client.get(live.url + "/health")  # an idle connection stays open
         live.control.state = DRAINING
         live.process.send_signal(signal.SIGTERM)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import httpx
 from prometheus_client.parser import text_string_to_metric_families
 
 from frontend.metrics import NAMES, Exposition, public_name
 from shm.control import READY, Control
 from shm.segment import Segment
 from shm.stats import TABLE, Stats
+from tests import plain_http
 from tests.frontend.live_frontend import live_frontend, text
 
 # Names that dashboards and the project's own tests rely on.
@@ -103,4 +103,4 @@ def test_a_request_is_counted_where_it_ends() -> None:
         assert found["stepahead_time_to_first_token_seconds_count"] == 1
         assert found["stepahead_inter_token_latency_seconds_count"] == 4
         assert found["stepahead_request_duration_seconds_count"] == 1
-        assert httpx.get(live.url + "/metrics").status_code == 200
+        assert plain_http.get(live.url + "/metrics").status_code == 200

@@ -9,6 +9,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -54,13 +55,19 @@ class Server:
         self.lines: list[str] = []
         self.pids: dict[str, int] = {}
 
-    def wait_line(self, start: str) -> str:
+    def wait_line(self, start: str, seconds: float = 60) -> str:
+        """The next line that begins so; without one for so long the server is killed."""
         assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip("\n"))
-            if line.startswith(start):
-                self.note_children()
-                return self.lines[-1]
+        watch = threading.Timer(seconds, self.process.kill)
+        watch.start()
+        try:
+            for line in self.process.stdout:
+                self.lines.append(line.rstrip("\n"))
+                if line.startswith(start):
+                    self.note_children()
+                    return self.lines[-1]
+        finally:
+            watch.cancel()
         raise AssertionError(f"no line {start!r} in {self.lines}: {self.process.communicate()[1]}")
 
     def note_children(self) -> None:
