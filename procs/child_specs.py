@@ -108,7 +108,7 @@ def command(spec: ChildSpec, boot_fd: int, standby: bool = False) -> list[str]:
 
     A standby is told apart from outside by its last word, until it has a title.
     """
-    words = [sys.executable, "-P", "-m", spec.module, "--boot-fd", str(boot_fd)]
+    words = [sys.executable, "-P", "-m", "shm.launch", str(os.getpid()), spec.module, "--boot-fd", str(boot_fd)]
     return [*words, STANDBY_WORD] if standby else words
 
 

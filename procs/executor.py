@@ -25,7 +25,7 @@ from contextlib import nullcontext
 from functools import partial
 from typing import TYPE_CHECKING
 
-from procs.device_watch import PATIENCE, DeviceWatch
+from procs.device_watch import PATIENCE, DeviceTime, DeviceWatch
 from shm import child
 from shm.config import ServerConfig
 from shm.doorbell import STORES_ARE_ORDERED, Doorbell, fence
@@ -123,9 +123,11 @@ class Executor:
         stats: StatsWriter,
         traces: tuple[TraceWriter, TraceWriter],
         epoch: int,
+        helpers: Sequence[threading.Thread] = (),
     ) -> None:
         """rings: step and result. traces: the lanes of the launch loop and of the copy stream. epoch: of this process;
-        what was planned for an earlier one counts on pages and entries that died with it, and is dropped.
+        what was planned for an earlier one counts on pages and entries that died with it, and is dropped. helpers:
+        threads whose work is no sign that the device gets on.
         """
         from gpu.lanes import ResultSlot, StepSlot
 
@@ -153,15 +155,19 @@ class Executor:
         self._next_result = results.head
         self._in_flight: deque[Completion] = deque()
         self._epoch = epoch
-        self._watch = DeviceWatch(PATIENCE[config.device])
+        self._watch = DeviceWatch(PATIENCE[config.device], worked_s=DeviceTime(*helpers))
         self._seeds_of: dict[int, int] = {}  # by entry; kept only where a fault asks for them
 
     def serve(self, bell: Doorbell, beat: Callable[[], None], stopping: Callable[[], bool]) -> None:
-        """Launch steps until `stopping()` and nothing is queued. Raises DeviceError once the device has failed."""
+        """Launch steps until `stopping()` and nothing is queued.
+
+        Raises DeviceError once the device has failed, Hung once it does not get on.
+        """
         with self._checks.launch_loop():
             while True:
-                if self._watch.gets_on(self._oldest()):
-                    beat()
+                if not self._watch.gets_on(self._oldest()):
+                    raise child.Hung(f"a step on the device has not ended for {self._watch.waited_s:.1f} s")
+                beat()
                 self._device.check()
                 if bell.wait(self._ready):
                     self.launch_next()
@@ -278,11 +284,12 @@ def main() -> None:
         stats.set("graphs", graphs)
         stats.set("kv_bytes", program.kv_bytes)
         rings = stage.ring_consumer("step"), stage.ring_producer("result")
-        executor = Executor(stage.config, opened, rings, stats, traces, stage.epoch)
+        tender = threading.Thread(target=opened.tend, name="tend caches", daemon=True)
+        executor = Executor(stage.config, opened, rings, stats, traces, stage.epoch, (tender,))
         opened.settle(is_kept=stage.control.memory("gpu") < stage.epoch)
         gc.freeze()  # what is here now stays: no collection needs to look at it again
         gc.enable()
-        threading.Thread(target=opened.tend, name="tend caches", daemon=True).start()
+        tender.start()
         stage.ready(f"{graphs} graphs")
         executor.serve(stage.own_doorbell, stage.beat, lambda: stage.stopping)
         device.close()

@@ -34,7 +34,8 @@ class Deaths:
     """One stage's deaths, and whether it may be started again.
 
     In a row are those between which it never served for as long as its spec asks for, and no request was given up: what
-    those before it died of is gone then, and a client that tries the same again must not end the server.
+    those before it died of is gone then. They do not count for the minute either: a client that tries the same again
+    must not end the server, however often.
     """
 
     spec: ChildSpec
@@ -48,6 +49,9 @@ class Deaths:
         """
         spec = self.spec
         begins = served_s >= spec.stable_seconds or given_up > self._given_up
+        if given_up > self._given_up:
+            for _ in range(min(self.in_a_row, len(self._minute_s))):
+                self._minute_s.pop()
         self._given_up = given_up
         self.in_a_row = 1 if begins else self.in_a_row + 1
         self._minute_s.append(now_s)
@@ -56,6 +60,13 @@ class Deaths:
         if self.in_a_row > spec.deaths_in_a_row_max or len(self._minute_s) > spec.deaths_a_minute_max:
             return None
         return spec.backoff_seconds[min(self.in_a_row, len(spec.backoff_seconds)) - 1]
+
+    @property
+    def told(self) -> str:
+        """What was too many."""
+        if self.in_a_row > self.spec.deaths_in_a_row_max:
+            return f"{self.in_a_row} times in a row"
+        return f"{len(self._minute_s)} times within a minute"
 
 
 class Look(NamedTuple):

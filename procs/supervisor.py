@@ -224,7 +224,7 @@ class Supervisor:
         if deaths.in_a_row == 1:
             self._memory.control.set_streak(stage, self._memory.control.deaths(stage))
         if delay_s is None:
-            raise StageFailed(stage, f"{reason}; it has died too often, {deaths.in_a_row} times in a row")
+            raise StageFailed(stage, f"{reason}; it has died too often, {deaths.told}")
         self._due_s[stage] = now_s + delay_s
 
     def _restart(self, stage: str) -> None:

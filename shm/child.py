@@ -12,7 +12,6 @@ The ready pipe carries one JSON object a line: {"event": "progress" | "prepared"
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import dataclasses
 import itertools
 import os
@@ -34,6 +33,7 @@ import setproctitle
 from shm.config import ServerConfig
 from shm.control import DRAINING, FAILED, STAGES, Control
 from shm.faults import FAULTS
+from shm.launch import die_with
 from shm.ledger import Ledger
 from shm.records import RingSpec, ring_specs
 from shm.ring import Ring, RingConsumer, RingProducer
@@ -46,9 +46,11 @@ CORE_DUMPS = "STEPAHEAD_CORE_DUMPS"  # a variable of the environment; 1: stages 
 STANDBY_TITLE = " (standby)"  # behind the title of its stage
 SAME_BREATH_SECONDS = 0.2  # between one signal to the supervisor and to a stage, for the supervisor to take notice
 
-_PR_SET_PDEATHSIG = 1
 _TEXT_CHARS_MAX = 600
-_prctl = ctypes.PyDLL(None, use_errno=True).prctl
+
+
+class Hung(Exception):
+    """What the stage waits for does not come: it ends itself. Told in one line, without a traceback."""
 
 
 class StartupError(Exception):
@@ -243,7 +245,7 @@ def boot(argv: Sequence[str] | None = None) -> Child:
     assert record.stage in STAGES, record.stage
     for fd in record.fds:
         os.set_inheritable(fd, False)  # a process that the stage starts gets none of them
-    _die_with(record.supervisor_pid)
+    die_with(record.supervisor_pid)
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     child = Child(record)
     signal.signal(signal.SIGTERM, child._on_sigterm)
@@ -284,14 +286,6 @@ def _leave_no_core() -> None:
         Path("/proc/self/coredump_filter").write_text("0")
 
 
-def _die_with(supervisor_pid: int) -> None:
-    """Ask the kernel for SIGKILL when the thread that started this process ends; end now if it already has."""
-    if _prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0) != 0:
-        raise OSError(ctypes.get_errno(), "prctl(PR_SET_PDEATHSIG)")
-    if os.getppid() != supervisor_pid:
-        os._exit(1)
-
-
 def _write_line(ready_fd: int, event: str, text: str) -> None:
     # A pipe takes up to 4 KiB in one piece, and JSON needs at most 6 bytes for a character. The supervisor may have
     # stopped listening: that is its affair.
@@ -310,7 +304,7 @@ def _reason(error: BaseException) -> str:
 def _die_of(ready_fd: int, error: BaseException) -> NoReturn:
     try:
         _write_line(ready_fd, "error", _reason(error))
-        if not isinstance(error, StartupError):
+        if not isinstance(error, StartupError | Hung):
             traceback.print_exception(error, file=sys.stderr)
         sys.stderr.flush()
         sys.stdout.flush()

@@ -44,13 +44,36 @@ def test_who_has_served_begins_a_new_row_but_not_for_ever() -> None:
     assert waits.index(None) == SPEC.deaths_a_minute_max
 
 
-def test_a_request_that_was_given_up_explains_the_deaths_before_it_but_not_for_ever() -> None:
+def test_a_request_that_was_given_up_explains_the_deaths_before_it() -> None:
+    """However often: a client that tries again and again does not end the server."""
     deaths = Deaths(SPEC)
-    rows = [(deaths.died(at * 0.1, 0.0, given_up=at // 4), deaths.in_a_row)[1] for at in range(12)]
-    assert rows == [1, 2, 3, 4] * 3
+    rows = []
+    for at in range(4 * SPEC.deaths_a_minute_max):
+        assert deaths.died(at * 0.1, 0.0, given_up=at // 4) is not None
+        rows.append(deaths.in_a_row)
+    assert rows == [1, 2, 3, 4] * SPEC.deaths_a_minute_max
+
+
+def test_deaths_that_no_request_explains_go_on_counting() -> None:
     deaths = Deaths(SPEC)
-    waits = [deaths.died(at * 0.1, 0.0, given_up=at) for at in range(SPEC.deaths_a_minute_max + 1)]
-    assert waits.index(None) == SPEC.deaths_a_minute_max
+    now_s = 0.0
+    for _ in range(SPEC.deaths_a_minute_max - 1):  # each a row by itself
+        assert deaths.died(now_s := now_s + 0.1, 1.5) is not None
+    assert deaths.died(now_s, 0.0) is not None, "the last one that there may be"
+    assert deaths.died(now_s, 0.0, given_up=1) is not None, "it was that of a request, as was the one before"
+    assert deaths.died(now_s, 1.5, given_up=1) is not None
+    assert deaths.died(now_s, 1.5, given_up=1) is None, "the others were not"
+
+
+def test_what_was_too_many_is_told() -> None:
+    deaths = Deaths(SPEC)
+    while deaths.died(0.0, 0.0) is not None:
+        pass
+    assert deaths.told == f"{SPEC.deaths_in_a_row_max + 1} times in a row"
+    deaths, now_s = Deaths(SPEC), 0.0
+    while deaths.died(now_s, 1.5) is not None:
+        now_s += 0.5
+    assert deaths.told == f"{SPEC.deaths_a_minute_max + 1} times within a minute"
 
 
 class Patient:

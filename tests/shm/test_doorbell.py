@@ -9,9 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from shm import child
 from shm.control import Control
 from shm.doorbell import Doorbell, fence
+from shm.launch import die_with
 from shm.segment import Segment
 
 LONG_MS = 10_000  # a lost wake-up would last this long
@@ -99,7 +99,7 @@ def test_ping_pong_between_two_processes_loses_no_wake_up() -> None:
     theirs = control.doorbell("gpu", Doorbell.create_fd())
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        child._die_with(parent)
+        die_with(parent)
         for i in range(1, rounds + 1):
             while not theirs.wait(lambda i=i: data[0] >= i, LONG_MS):
                 pass

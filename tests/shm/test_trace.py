@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from shm import child
 from shm.control import STAGES
+from shm.launch import die_with
 from shm.limits import CACHE_LINE_BYTES, TRACE_LANES, TRACE_SPANS
 from shm.segment import Segment
 from shm.trace import SPAN_NAMES, Trace, What, _lane_offset
@@ -70,7 +70,7 @@ def test_reading_beside_a_busy_writer_gives_no_torn_span_where_a_plain_copy_does
     trace = make()
     parent, pid = os.getpid(), os.fork()
     if pid == 0:
-        child._die_with(parent)
+        die_with(parent)
         writer = trace.writer("gpu", 2)
         i = 0
         while True:
