@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 
-from shm import child
 from shm.control import Control
 from shm.doorbell import Doorbell
+from shm.launch import die_with
 from shm.ring import Int32Array, Ring, RingConsumer, RingCorrupt, RingProducer
 from shm.segment import Segment
 
@@ -170,7 +170,7 @@ def spawn(role: Role, pipe: Pipe, steps: int | None = None, kill_at: int | None 
         return pid
     status = 1
     try:
-        child._die_with(parent)
+        die_with(parent)
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         if kill_at is not None:
             sys.settrace(_killer(kill_at))
